@@ -1,0 +1,218 @@
+"""The lazy tensor a compressed layer hands to the model in place of its keys or values.
+
+It has the full shape and no storage. ``F.scaled_dot_product_attention`` on a pair of handles reads the store directly;
+views that change nothing return a handle again; any other operation gets the dense tensor, rebuilt for it, and is
+counted with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map
+
+from hf_turboquant.ops import AttendOptions, Backend, KVView, attend, materialize
+
+_EVERYTHING = slice(None)
+
+
+class KVHandle(torch.Tensor):
+    """Keys or values of one layer as the model sees them: ``(batch, num_kv_heads, seq_len, head_dim)``.
+
+    ``repeats`` is 1, or how often each KV head is repeated along the head dimension (what ``repeat_kv`` asks for).
+    """
+
+    tokens: KVView
+    which: str
+    dims: tuple[int, ...]
+    backend: Backend
+    recorder: PathRecorder
+    repeats: int
+
+    @staticmethod
+    def __new__(
+        cls, view: KVView, which: str, backend: Backend, recorder: PathRecorder, shape: tuple[int, ...], repeats: int = 1
+    ) -> KVHandle:
+        """Make a handle of ``shape``; 5-dimensional shapes are the steps inside ``repeat_kv``."""
+        exact = view.tail_keys if which == "keys" else view.tail_values
+        handle: KVHandle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=exact.dtype, device=exact.device, requires_grad=False
+        )
+        handle.tokens, handle.which, handle.backend, handle.dims = view, which, backend, shape
+        handle.recorder, handle.repeats = recorder, repeats
+        return handle
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Describe without rebuilding the tensor."""
+        return f"KVHandle({self.which}, shape={self.dims}, dtype={self.dtype})"
+
+    def materialize(self) -> torch.Tensor:
+        """Rebuild the dense tensor, in the dtype and shape of the handle."""
+        dense = materialize(self.tokens, which=self.which, backend=self.backend)
+        if len(self.dims) == 5:
+            return dense[:, :, None].expand(self.dims)
+        return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
+
+    def like(self, shape: tuple[int, ...], repeats: int) -> KVHandle:
+        """Return a handle on the same tokens, seen in another shape."""
+        return KVHandle(self.tokens, self.which, self.backend, self.recorder, shape, repeats)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Serve attention and no-op views from the store; leave the rest to dispatch."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            out = _attend_pair(*args, **kwargs)
+            if out is not None:
+                return out
+        elif func in _VIEWS and isinstance(args[0], KVHandle):
+            handle = _VIEWS[func](*args, **kwargs)
+            if handle is not None:
+                return handle
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Give any other operation the dense tensors."""
+
+        def dense(value: Any) -> Any:
+            if isinstance(value, KVHandle):
+                value.recorder.materialized(str(func))
+                return value.materialize()
+            return value
+
+        args, kwargs = tree_map(dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class PathRecorder:
+    """Counts how often a layer's keys and values were read from the store, and how often rebuilt, and for what."""
+
+    def __init__(self, on_first_materialized: Callable[[str], None]) -> None:
+        self.compressed_calls = 0
+        self.dense_calls = 0
+        self.materialized_calls: dict[str, int] = {}
+        self._on_first_materialized = on_first_materialized
+
+    def compressed(self) -> None:
+        """Count one attention that read the store."""
+        self.compressed_calls += 1
+
+    def dense(self) -> None:
+        """Count one attention over fresh tokens alone, which needs no store."""
+        self.dense_calls += 1
+
+    def materialized(self, reason: str) -> None:
+        """Count one rebuild of a dense tensor for an operation named ``reason``."""
+        if not self.materialized_calls:
+            self._on_first_materialized(reason)
+        self.materialized_calls[reason] = self.materialized_calls.get(reason, 0) + 1
+
+
+def _attend_pair(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """Attend over the store when the arguments are a matching pair of handles; None when they are not."""
+    if not (type(key) is KVHandle and type(value) is KVHandle and key.tokens is value.tokens):
+        return None
+    if (key.which, value.which) != ("keys", "values") or len(key.dims) != 4 or key.repeats != value.repeats:
+        return None
+    if query.shape[1] != key.dims[1] and not enable_gqa:
+        return None
+    # torch aligns a causal mask to the first key, the store to the last: the same only without older tokens
+    if is_causal and query.shape[2] != 1 and query.shape[2] != key.dims[2]:
+        return None
+    if dropout_p or (query.requires_grad and torch.is_grad_enabled()) or query.shape[0] != key.dims[0]:
+        return None
+    if attn_mask is not None and attn_mask.ndim < 4:
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    options = AttendOptions(
+        scaling=query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask, is_causal=is_causal
+    )
+    key.recorder.compressed()
+    return attend(query, key.tokens, options, backend=key.backend)
+
+
+def _same(handle: KVHandle) -> KVHandle:
+    """Return the handle: the operation would copy nothing that is not already so."""
+    return handle
+
+
+def _to(handle: KVHandle, *args: Any, **kwargs: Any) -> KVHandle | None:
+    """Serve ``to`` when dtype and device stay what they are."""
+    unchanged = {handle.dtype, handle.device, str(handle.device)}
+    wanted = [*args, *(kwargs[name] for name in ("dtype", "device") if name in kwargs)]
+    return handle if wanted and all(isinstance(item, bool) or item in unchanged for item in wanted) else None
+
+
+def _getitem(handle: KVHandle, index: Any) -> KVHandle | None:
+    """Serve ``[:, :, None, :, :]``, the first step of ``repeat_kv``."""
+    if len(handle.dims) != 4 or handle.repeats != 1 or not isinstance(index, tuple) or len(index) != 5:
+        return None
+    if index[2] is None and all(isinstance(i, slice) and i == _EVERYTHING for i in (*index[:2], *index[3:])):
+        return handle.like((*handle.dims[:2], 1, *handle.dims[2:]), 1)
+    return None
+
+
+def _expand(handle: KVHandle, *sizes: Any) -> KVHandle | None:
+    """Serve the second step of ``repeat_kv``: repeat along the new dimension."""
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if len(handle.dims) != 5 or len(sizes) != 5 or sizes[:2] + sizes[3:] != handle.dims[:2] + handle.dims[3:]:
+        return None
+    return handle.like(sizes, sizes[2])
+
+
+def _reshape(handle: KVHandle, *sizes: Any) -> KVHandle | None:
+    """Serve the last step of ``repeat_kv``: fold the repeats into the heads."""
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    if len(handle.dims) != 5:
+        return None
+    batch, heads, repeats, tokens, head_dim = handle.dims
+    merged = (batch, heads * repeats, tokens, head_dim)
+    return handle.like(merged, repeats) if sizes == merged else None
+
+
+def _repeat_interleave(handle: KVHandle, repeats: Any, dim: int | None = None, **_: Any) -> KVHandle | None:
+    """Serve ``repeat_interleave`` along the heads."""
+    if not isinstance(repeats, int) or dim != 1 or len(handle.dims) != 4 or handle.repeats != 1:
+        return None
+    return handle.like((handle.dims[0], handle.dims[1] * repeats, *handle.dims[2:]), repeats)
+
+
+_VIEWS: Mapping[Any, Callable[..., KVHandle | None]] = MappingProxyType(
+    {
+        torch.Tensor.contiguous: _same,
+        torch.Tensor.detach: _same,
+        torch.Tensor.to: _to,
+        torch.Tensor.__getitem__: _getitem,
+        torch.Tensor.expand: _expand,
+        torch.Tensor.reshape: _reshape,
+        torch.Tensor.repeat_interleave: _repeat_interleave,
+        torch.repeat_interleave: _repeat_interleave,
+    }
+)
+"""Operations that may amount to another handle; each returns None when this call does not."""

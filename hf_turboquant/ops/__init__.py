@@ -1,0 +1,174 @@
+"""The three operations on the store: quantize, dequantize, attend. Checked here, computed by a backend."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_turboquant.errors import ShapeError
+from hf_turboquant.layout import BLOCK_TOKENS
+from hf_turboquant.ops import reference
+from hf_turboquant.ops.backend import Backend, BackendChoice, resolve_backend
+from hf_turboquant.ops.reference import AttendOptions
+from hf_turboquant.ops.view import KVView, VectorCodec, VectorTables
+
+__all__ = [
+    "AttendOptions",
+    "Backend",
+    "BackendChoice",
+    "KVView",
+    "VectorCodec",
+    "VectorTables",
+    "attend",
+    "dequantize",
+    "materialize",
+    "quantize",
+    "resolve_backend",
+]
+
+
+def quantize(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    key_codec: VectorCodec,
+    value_codec: VectorCodec,
+    *,
+    backend: Backend | str = Backend.AUTO,
+) -> None:
+    """Quantize whole blocks of keys and values into records, in place.
+
+    Args:
+        keys: ``(batch, num_kv_heads, blocks * 128, head_dim)``, any floating dtype and strides.
+        values: The same; the last dimension may differ.
+        out: ``(blocks, batch, num_kv_heads, record bytes)`` uint8, overwritten.
+        key_codec: Format and tables of keys.
+        value_codec: Format and tables of values.
+        backend: Who computes.
+
+    Raises:
+        ShapeError: ``out`` does not fit.
+        ValueRangeError: Keys or values hold NaN or infinity, or a norm does not fit ``norm_dtype``. ``out`` is then
+            undefined.
+    """
+    batch, heads, tokens, _ = keys.shape
+    blocks, odd = divmod(tokens, BLOCK_TOKENS)
+    record = key_codec.format.nbytes + value_codec.format.nbytes
+    if odd or out.shape != (blocks, batch, heads, record):
+        raise ShapeError(
+            f"out must have shape (blocks, batch, num_kv_heads, record bytes) = {(blocks, batch, heads, record)} for "
+            f"{tokens} tokens (a multiple of {BLOCK_TOKENS}), got {tuple(out.shape)}"
+        )
+    if resolve_backend(backend, keys.device).backend is Backend.TRITON:
+        from hf_turboquant.ops import triton
+
+        triton.quantize(keys, values, out, key_codec, value_codec)
+        return
+    split = key_codec.format.nbytes
+    for source, codec, part in ((keys, key_codec, out[..., :split]), (values, value_codec, out[..., split:])):
+        part.copy_(reference.quantize(source.unflatten(2, (blocks, BLOCK_TOKENS)).permute(2, 0, 1, 3, 4), codec))
+
+
+def dequantize(packed: torch.Tensor, codec: VectorCodec, *, backend: Backend | str = Backend.AUTO) -> torch.Tensor:
+    """Reconstruct the vectors of whole blocks, in the rotated basis.
+
+    Args:
+        packed: ``(..., codec.format.nbytes)`` uint8, the key or the value part of records.
+        codec: Format and tables that made the bytes.
+        backend: Who computes.
+
+    Returns:
+        ``(..., 128, head_dim)`` float32.
+
+    Raises:
+        ShapeError: The last dimension of ``packed`` is not one part of a record.
+    """
+    if packed.shape[-1] != codec.format.nbytes:
+        raise ShapeError(
+            f"packed must hold {codec.format.nbytes} bytes per block in its last dimension, got {packed.shape[-1]}"
+        )
+    if resolve_backend(backend, packed.device).backend is Backend.TRITON:
+        from hf_turboquant.ops import triton
+
+        return triton.dequantize(packed, codec)
+    return reference.dequantize(packed, codec)
+
+
+def attend(
+    query: torch.Tensor, view: KVView, options: AttendOptions, *, backend: Backend | str = Backend.AUTO
+) -> torch.Tensor:
+    """Attend over the stored tokens of one layer.
+
+    Args:
+        query: ``(batch, num_q_heads, q_len, head_dim)``; the query heads of a KV head are adjacent.
+        view: Stored tokens.
+        options: Scaling, mask and their kin.
+        backend: Who computes.
+
+    Returns:
+        ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``.
+
+    Raises:
+        ShapeError: Query or mask do not fit the view.
+        BackendUnavailableError: ``backend`` was named and cannot run on the device of ``query``.
+    """
+    _check_attend(query, view, options)
+    if resolve_backend(backend, query.device).backend is Backend.TRITON:
+        from hf_turboquant.ops import triton
+
+        return triton.attend(query, view, options)
+    return reference.attend(query, view, options)
+
+
+def materialize(view: KVView, *, which: str, backend: Backend | str = Backend.AUTO) -> torch.Tensor:
+    """Rebuild all keys, or all values, of a layer as a dense tensor.
+
+    Args:
+        view: Stored tokens.
+        which: ``keys`` or ``values``.
+        backend: Who computes.
+
+    Returns:
+        ``(batch, num_kv_heads, seq_len, head_dim)`` in the dtype of the exact tokens.
+    """
+    keys = which == "keys"
+    codec = view.keys if keys else view.values
+    sinks, tail = (view.sink_keys, view.tail_keys) if keys else (view.sink_values, view.tail_values)
+    split = view.record.value_offset
+    parts = [sinks]
+    left = view.num_blocks
+    for arena in view.arenas:
+        records = arena[: min(left, arena.shape[0])]
+        left -= records.shape[0]
+        if records.shape[0]:
+            packed = records[..., :split] if keys else records[..., split:]
+            rotated = dequantize(packed.permute(1, 2, 0, 3).contiguous(), codec, backend=backend)
+            parts.append(reference.unrotate(rotated.flatten(2, 3), codec.tables).to(tail.dtype))
+    if view.block_tokens is not None and view.num_blocks:
+        packed_tokens = torch.cat(parts[1:], dim=2)
+        kept = [i * BLOCK_TOKENS + t for i, count in enumerate(view.block_tokens) for t in range(count)]
+        parts = [sinks, packed_tokens[:, :, torch.tensor(kept, device=tail.device)]]
+    parts += [tail[..., slots, :] for slots in view.tail_slices()]
+    return torch.cat(parts, dim=2)
+
+
+def _check_attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> None:
+    batch, num_q_heads, q_len, head_dim = query.shape
+    if batch != view.batch or head_dim != view.tail_keys.shape[-1]:
+        raise ShapeError(
+            f"query must be (batch={view.batch}, num_q_heads, q_len, head_dim={view.tail_keys.shape[-1]}) like the "
+            f"stored keys, got {tuple(query.shape)}"
+        )
+    if num_q_heads % view.num_kv_heads:
+        raise ShapeError(f"num_q_heads must be a multiple of num_kv_heads={view.num_kv_heads}, got {num_q_heads}")
+    if query.device != view.tail_keys.device:
+        raise ShapeError(f"query must be on {view.tail_keys.device} like the store, got {query.device}")
+    mask = options.mask
+    if mask is None:
+        return
+    expected = (batch, num_q_heads, q_len, view.seq_len)
+    fits = mask.ndim == 4 and all(m in (1, e) for m, e in zip(mask.shape[:3], expected[:3], strict=True))
+    if not fits or mask.shape[3] != view.seq_len:
+        raise ShapeError(
+            f"mask must have shape (batch | 1, num_q_heads | 1, q_len | 1, seq_len) for {expected}, got "
+            f"{tuple(mask.shape)}"
+        )

@@ -1,0 +1,79 @@
+"""Which implementation computes an operation, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import torch
+
+from hf_turboquant.errors import BackendUnavailableError
+
+
+class Backend(str, Enum):
+    """Who computes the operations.
+
+    ``AUTO`` takes Triton for tensors on a CUDA device and the reference elsewhere. ``REFERENCE`` is plain torch and
+    runs anywhere. ``TRITON`` is the fused kernels; asked for by name it never falls back.
+    """
+
+    AUTO = "auto"
+    REFERENCE = "reference"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A resolved backend and the reason it was taken."""
+
+    backend: Backend
+    reason: str
+
+
+def resolve_backend(requested: Backend | str, device: torch.device) -> BackendChoice:
+    """Choose the backend for tensors on a device.
+
+    Args:
+        requested: ``AUTO`` or the backend to insist on.
+        device: Where the tensors live.
+
+    Returns:
+        ``REFERENCE`` or ``TRITON``, with the reason.
+
+    Raises:
+        BackendUnavailableError: ``TRITON`` was requested and cannot run on ``device``.
+    """
+    return _resolve(Backend(requested), device.type)
+
+
+@lru_cache(maxsize=16)
+def _resolve(requested: Backend, device_type: str) -> BackendChoice:
+    if requested is Backend.REFERENCE:
+        return BackendChoice(requested, "asked for by name")
+    obstacle = triton_obstacle(device_type)
+    if requested is Backend.TRITON:
+        if obstacle:
+            raise BackendUnavailableError(f"backend='triton' cannot run here: {obstacle}; use backend='reference'")
+        return BackendChoice(requested, "asked for by name")
+    if obstacle:
+        return BackendChoice(Backend.REFERENCE, obstacle)
+    if device_type == "cpu":
+        return BackendChoice(Backend.REFERENCE, "the tensors are on a cpu device")
+    return BackendChoice(Backend.TRITON, f"the tensors are on a {device_type} device and triton is installed")
+
+
+def triton_obstacle(device_type: str) -> str:
+    """Say what keeps Triton from running on a kind of device; empty when nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install triton)"
+    if device_type == "cuda" or (device_type == "cpu" and interpreting()):
+        return ""
+    return f"the tensors are on a {device_type} device and the kernels need a cuda device"
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter is switched on (``TRITON_INTERPRET=1``), which runs kernels on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

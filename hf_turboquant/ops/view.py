@@ -1,0 +1,116 @@
+"""What the operations may see: constant tables of a codec, and the stored tokens of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hf_turboquant.layout import BLOCK_TOKENS, RecordFormat, VectorFormat
+
+
+@dataclass(frozen=True)
+class VectorTables:
+    """Tensors a codec needs on one device. Shared by every layer of the same geometry.
+
+    Attributes:
+        centroids: Per channel group ``(2**bits,)`` float32, ascending.
+        boundaries: Per channel group ``(2**bits - 1,)`` float32, midpoints.
+        rotation: ``(head_dim, head_dim)`` float32, orthogonal; ``rotated = vectors @ rotation``. None for ``exact``.
+        projection: ``(head_dim, head_dim)`` float32 matrix ``S`` of the QJL stage; signs are those of
+            ``residual @ projection.T``. None unless ``prod``.
+        projection_scale: Factor of the sign term of ``prod``: sqrt(pi/2)/head_dim for Gaussian ``S``,
+            sqrt(pi/2/head_dim) for orthogonal.
+        channel_order: ``(num_kv_heads, head_dim)`` int64 applied to channels before the rotation, or None.
+    """
+
+    centroids: tuple[torch.Tensor, ...] = ()
+    boundaries: tuple[torch.Tensor, ...] = ()
+    rotation: torch.Tensor | None = None
+    projection: torch.Tensor | None = None
+    projection_scale: float = 0.0
+    channel_order: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class VectorCodec:
+    """A format with its tables: all an operation needs to quantize or read one kind of vector."""
+
+    format: VectorFormat
+    tables: VectorTables
+
+
+@dataclass(frozen=True)
+class KVView:
+    """The tokens of one layer that attention may read, oldest first. Read-only.
+
+    Token order: sinks, packed blocks, tail. The tail is the exact window (or, while a long chunk is being
+    added, old window and fresh tokens together).
+
+    Attributes:
+        keys: Codec of the keys in the records.
+        values: Codec of the values in the records.
+        sink_keys: ``(batch, num_kv_heads, sinks, head_dim)``.
+        sink_values: The same for values; the last dimension may differ.
+        arenas: Block records, each ``(capacity, batch, num_kv_heads, record bytes)`` uint8. Blocks fill the first
+            arena, then the next.
+        num_blocks: Blocks in use over all arenas.
+        block_tokens: Valid tokens of each block where some were cropped; None when all hold 128.
+        tail_keys: Ring ``(batch, num_kv_heads, slots, head_dim)``.
+        tail_values: The same for values.
+        tail_start: Slot of the oldest tail token.
+        tail_len: Tail tokens; token ``i`` lies in slot ``(tail_start + i) % slots``.
+    """
+
+    keys: VectorCodec
+    values: VectorCodec
+    sink_keys: torch.Tensor
+    sink_values: torch.Tensor
+    arenas: tuple[torch.Tensor, ...]
+    num_blocks: int
+    block_tokens: tuple[int, ...] | None
+    tail_keys: torch.Tensor
+    tail_values: torch.Tensor
+    tail_start: int
+    tail_len: int
+
+    @cached_property
+    def record(self) -> RecordFormat:
+        """Format of the block records."""
+        return RecordFormat(self.keys.format, self.values.format)
+
+    @property
+    def num_sinks(self) -> int:
+        """Sink tokens stored."""
+        return self.sink_keys.shape[-2]
+
+    @cached_property
+    def packed_tokens(self) -> int:
+        """Tokens held in packed blocks."""
+        if self.block_tokens is not None:
+            return sum(self.block_tokens)
+        return self.num_blocks * BLOCK_TOKENS
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens attention reads: sinks, packed and tail."""
+        return self.num_sinks + self.packed_tokens + self.tail_len
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the batch."""
+        return self.tail_keys.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.tail_keys.shape[1]
+
+    def tail_slices(self) -> list[slice]:
+        """Return the ring slots of the tail tokens, oldest first, as one or two slices."""
+        slots = self.tail_keys.shape[-2]
+        end = self.tail_start + self.tail_len
+        if end <= slots:
+            return [slice(self.tail_start, end)] if self.tail_len else []
+        return [slice(self.tail_start, slots), slice(0, end - slots)]

@@ -1,0 +1,291 @@
+"""The tokens of one layer: sinks, packed blocks, exact window.
+
+A token enters the window (the first ones go to the sinks), stays exact while it is among the last
+``residual_window``, and is quantized once, together with the 127 others of its block, when that block leaves. Packed
+blocks lie in *arenas*, which are only ever added: growing copies nothing and frees nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from hf_turboquant.errors import CacheStateError, ShapeError
+from hf_turboquant.layout import BLOCK_TOKENS
+from hf_turboquant.ops import KVView, VectorCodec, quantize
+
+GROWTH_DIVISOR = 16
+"""A new arena holds one block for every so many already packed: growth steps of one sixteenth."""
+
+
+class KVStore:
+    """Compressed keys and values of one layer.
+
+    Args:
+        keys: Codec of keys.
+        values: Codec of values.
+        like_keys: ``(batch, num_kv_heads, any, head_dim)``; its geometry, dtype and device are the store's.
+        like_values: The same for values.
+        sink_tokens: First tokens kept exact.
+        residual_window: Last tokens kept exact, a multiple of 128.
+        backend: Who quantizes.
+    """
+
+    def __init__(
+        self,
+        keys: VectorCodec,
+        values: VectorCodec,
+        *,
+        like_keys: torch.Tensor,
+        like_values: torch.Tensor,
+        sink_tokens: int,
+        residual_window: int,
+        backend: str = "auto",
+    ) -> None:
+        self.keys = keys
+        self.values = values
+        self.sink_tokens = sink_tokens
+        self.residual_window = residual_window
+        self.backend = backend
+        self._key_like = like_keys.detach()[:, :, :0].clone()
+        self._value_like = like_values.detach()[:, :, :0].clone()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens and free their memory."""
+        self.sink_keys, self.sink_values = self._key_like, self._value_like
+        self.arenas: list[torch.Tensor] = []
+        self.num_blocks = 0
+        self.block_tokens: list[int] | None = None
+        self.tail_keys, self.tail_values = self._key_like, self._value_like
+        self.tail_start = self.tail_len = 0
+
+    @property
+    def batch(self) -> int:
+        """Sequences in the batch."""
+        return self._key_like.shape[0]
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens held in packed blocks."""
+        return self.num_blocks * BLOCK_TOKENS if self.block_tokens is None else sum(self.block_tokens)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens held."""
+        return self.sink_keys.shape[-2] + self.packed_tokens + self.tail_len
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks the arenas have room for."""
+        return sum(arena.shape[0] for arena in self.arenas)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of 128 packed tokens of one KV head."""
+        return self.keys.format.nbytes + self.values.format.nbytes
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor the store holds."""
+        yield from (self.sink_keys, self.sink_values, self.tail_keys, self.tail_values, *self.arenas)
+
+    def view(self) -> KVView:
+        """Return what attention may read now. It is valid until the store next changes."""
+        return KVView(
+            keys=self.keys,
+            values=self.values,
+            sink_keys=self.sink_keys,
+            sink_values=self.sink_values,
+            arenas=tuple(self.arenas),
+            num_blocks=self.num_blocks,
+            block_tokens=None if self.block_tokens is None else tuple(self.block_tokens),
+            tail_keys=self.tail_keys,
+            tail_values=self.tail_values,
+            tail_start=self.tail_start,
+            tail_len=self.tail_len,
+        )
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """Add tokens, and return what the queries of these tokens attend to.
+
+        A chunk no longer than the window is read from the store itself. A longer one is read exactly: the view then
+        holds the old blocks, and the old window and the chunk as its tail.
+
+        Args:
+            keys: ``(batch, num_kv_heads, new tokens, head_dim)``.
+            values: The same; the last dimension is the value head_dim.
+
+        Returns:
+            A view of all old and new tokens, valid until the store next changes.
+
+        Raises:
+            ShapeError: Geometry, dtype or device differ from the store's. Nothing was stored.
+            ValueRangeError: A block that leaves the window cannot be quantized. Nothing was stored.
+        """
+        self._check(keys, values)
+        count = keys.shape[-2]
+        before = self._exact_view(keys, values) if count > max(1, self.residual_window) else None
+
+        take = min(self.sink_tokens - self.sink_keys.shape[-2], count) if not (self.num_blocks or self.tail_len) else 0
+        fresh = (keys[:, :, take:], values[:, :, take:])
+        blocks = max(0, self.tail_len + count - take - self.residual_window) // BLOCK_TOKENS
+        if blocks:
+            self._pack_oldest(fresh, blocks)
+        if take:
+            self.sink_keys = torch.cat([self.sink_keys, keys[:, :, :take]], dim=2)
+            self.sink_values = torch.cat([self.sink_values, values[:, :, :take]], dim=2)
+        self._drop_oldest_and_extend(fresh, blocks * BLOCK_TOKENS)
+        return before or self.view()
+
+    def crop(self, count: int) -> None:
+        """Forget the newest ``count`` tokens. What is left of a packed block stays readable as it is.
+
+        Raises:
+            CacheStateError: More tokens than held. Nothing was removed.
+        """
+        if count > self.seq_len:
+            raise CacheStateError(f"crop must remove at most the {self.seq_len} tokens held, got {count}")
+        from_tail = min(count, self.tail_len)
+        self.tail_len -= from_tail
+        count -= from_tail
+        from_blocks = min(count, self.packed_tokens)
+        if from_blocks:
+            self._crop_blocks(from_blocks)
+        count -= from_blocks
+        if count:
+            kept = self.sink_keys.shape[-2] - count
+            self.sink_keys = self.sink_keys[:, :, :kept].clone()
+            self.sink_values = self.sink_values[:, :, :kept].clone()
+
+    def select_batch(self, indices: torch.Tensor) -> None:
+        """Keep, reorder or repeat sequences: row ``i`` becomes the old row ``indices[i]``."""
+        index = indices.to(self.tail_keys.device)
+        for name in ("sink_keys", "sink_values", "tail_keys", "tail_values", "_key_like", "_value_like"):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        self.arenas = [arena.index_select(1, index) for arena in self.arenas]
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> None:
+        """Move the stored tokens (not the shared tables) to a device."""
+        for name in ("sink_keys", "sink_values", "tail_keys", "tail_values"):
+            setattr(self, name, getattr(self, name).to(device, non_blocking=non_blocking))
+        self.arenas = [arena.to(device, non_blocking=non_blocking) for arena in self.arenas]
+
+    def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Compare new tensors with the geometry of the store."""
+        for name, new, own in (("keys", keys, self._key_like), ("values", values, self._value_like)):
+            if new.ndim != 4 or new.shape[:2] != own.shape[:2] or new.shape[3] != own.shape[3]:
+                raise ShapeError(
+                    f"{name} must have shape (batch={own.shape[0]}, num_kv_heads={own.shape[1]}, tokens, "
+                    f"head_dim={own.shape[3]}) like those already stored, got {tuple(new.shape)}; to change the batch "
+                    "use batch_select_indices or batch_repeat_interleave, or start with a new cache"
+                )
+            if new.dtype != own.dtype or new.device != own.device:
+                raise ShapeError(
+                    f"{name} must be {own.dtype} on {own.device} like those already stored, got {new.dtype} on "
+                    f"{new.device}"
+                )
+        if keys.shape[2] != values.shape[2]:
+            raise ShapeError(f"keys and values must hold equally many tokens, got {keys.shape[2]} and {values.shape[2]}")
+
+    def _exact_view(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """View the old blocks as they are, and the old exact tokens and the new ones as one tail."""
+        old = self.view()
+        slices = old.tail_slices()
+        tail_keys = torch.cat([*(old.tail_keys[:, :, s] for s in slices), keys], dim=2) if slices else keys
+        tail_values = torch.cat([*(old.tail_values[:, :, s] for s in slices), values], dim=2) if slices else values
+        return replace(old, tail_keys=tail_keys, tail_values=tail_values, tail_start=0, tail_len=tail_keys.shape[2])
+
+    def _pack_oldest(self, fresh: tuple[torch.Tensor, torch.Tensor], blocks: int) -> None:
+        """Quantize the oldest exact tokens into records behind those in use."""
+        wanted = blocks * BLOCK_TOKENS
+        from_tail = min(wanted, self.tail_len)
+        oldest = []
+        for tail, new in ((self.tail_keys, fresh[0]), (self.tail_values, fresh[1])):
+            slices = _ring_slices(self.tail_start, from_tail, tail.shape[2])
+            parts = [*(tail[:, :, s] for s in slices), new[:, :, : wanted - from_tail]]
+            parts = [part for part in parts if part.shape[2]]
+            oldest.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+        done = 0
+        for out in self._reserve(blocks):
+            span = slice(done * BLOCK_TOKENS, (done + out.shape[0]) * BLOCK_TOKENS)
+            quantize(oldest[0][:, :, span], oldest[1][:, :, span], out, self.keys, self.values, backend=self.backend)
+            done += out.shape[0]
+        self.num_blocks += blocks
+        if self.block_tokens is not None:
+            self.block_tokens += [BLOCK_TOKENS] * blocks
+
+    def _reserve(self, blocks: int) -> list[torch.Tensor]:
+        """Return record tensors with room for ``blocks`` behind those in use, adding an arena where needed."""
+        missing = blocks - (self.capacity_blocks - self.num_blocks)
+        if missing > 0:
+            batch, heads = self._key_like.shape[:2]
+            step = -(-(self.num_blocks + blocks) // GROWTH_DIVISOR) if self.arenas else 0
+            shape = (max(missing, step), batch, heads, self.record_bytes)
+            self.arenas.append(torch.empty(shape, dtype=torch.uint8, device=self._key_like.device))
+        spans, first = [], 0
+        for arena in self.arenas:
+            low = max(self.num_blocks - first, 0)
+            high = min(self.num_blocks + blocks - first, arena.shape[0])
+            if low < high:
+                spans.append(arena[low:high])
+            first += arena.shape[0]
+        return spans
+
+    def _drop_oldest_and_extend(self, fresh: tuple[torch.Tensor, torch.Tensor], drop: int) -> None:
+        """Take ``drop`` tokens off the front of window and fresh tokens, and put the rest in the ring."""
+        from_tail = min(drop, self.tail_len)
+        self.tail_len -= from_tail
+        slots = self.tail_keys.shape[2]
+        self.tail_start = (self.tail_start + from_tail) % slots if self.tail_len else 0
+        keys, values = (tensor[:, :, drop - from_tail :] for tensor in fresh)
+        self._ensure_slots(self.tail_len + keys.shape[2])
+        slots = self.tail_keys.shape[2]
+        written = 0
+        for span in _ring_slices((self.tail_start + self.tail_len) % slots if slots else 0, keys.shape[2], slots):
+            size = span.stop - span.start
+            self.tail_keys[:, :, span] = keys[:, :, written : written + size].detach()
+            self.tail_values[:, :, span] = values[:, :, written : written + size].detach()
+            written += size
+        self.tail_len += written
+
+    def _ensure_slots(self, needed: int) -> None:
+        """Enlarge the ring to hold ``needed`` tokens, up to its full size of window and one block."""
+        full = self.residual_window + BLOCK_TOKENS
+        slots = self.tail_keys.shape[2]
+        if needed <= slots:
+            return
+        size = min(full, max(needed, 2 * slots, 32))
+        for name, like in (("tail_keys", self._key_like), ("tail_values", self._value_like)):
+            old = getattr(self, name)
+            grown = torch.empty(*like.shape[:2], size, like.shape[3], dtype=like.dtype, device=like.device)
+            written = 0
+            for span in _ring_slices(self.tail_start, self.tail_len, slots):
+                part = old[:, :, span]
+                grown[:, :, written : written + part.shape[2]] = part
+                written += part.shape[2]
+            setattr(self, name, grown)
+        self.tail_start = 0
+
+    def _crop_blocks(self, count: int) -> None:
+        """Forget the newest ``count`` packed tokens."""
+        counts = self.block_tokens or [BLOCK_TOKENS] * self.num_blocks
+        while count:
+            removed = min(count, counts[-1])
+            counts[-1] -= removed
+            count -= removed
+            if not counts[-1]:
+                counts.pop()
+        self.num_blocks = len(counts)
+        self.block_tokens = None if all(tokens == BLOCK_TOKENS for tokens in counts) else counts
+
+
+def _ring_slices(start: int, count: int, slots: int) -> list[slice]:
+    """Return the slots of ``count`` tokens from ``start`` in a ring, as at most two slices."""
+    if not count:
+        return []
+    end = start + count
+    if end <= slots:
+        return [slice(start, end)]
+    return [slice(start, slots), slice(0, end - slots)]
