@@ -70,7 +70,7 @@ def _pack_plane(values: torch.Tensor, width: int) -> torch.Tensor:
     per_byte, stride = 8 // width, plane_row_bytes(values.shape[-1], width)
     padded = torch.nn.functional.pad(values, (0, per_byte * stride - values.shape[-1]))
     parts = padded.unflatten(-1, (per_byte, stride))
-    packed = parts[..., 0, :].clone()
+    packed: torch.Tensor = parts[..., 0, :].clone()
     for part in range(1, per_byte):
         packed |= parts[..., part, :] << (part * width)
     return packed

@@ -6,7 +6,9 @@ dequantized history.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -16,7 +18,10 @@ from hf_turboquant.ops.view import KVView, VectorCodec, VectorTables
 from hf_turboquant.packing import pack_codes, plane_row_bytes, unpack_codes
 
 CHUNK_BLOCKS = 16
-"""Blocks read at a time by :func:`attend`: 2048 tokens."""
+"""Blocks dequantized at a time by :func:`attend`: 2048 tokens."""
+
+GROUP_SCORES = 1 << 22
+"""Scores held at a time by :func:`attend`, over all heads: 16 MiB."""
 
 
 # quantize
@@ -207,7 +212,7 @@ class AttendOptions:
 
 
 class _Softmax:
-    """Running softmax of ``rows`` over key segments, with one accumulator per basis of the values."""
+    """Running softmax of ``rows`` over groups of keys, with one accumulator per basis of the values."""
 
     def __init__(self, rows: tuple[int, ...], value_dim: int, device: torch.device) -> None:
         self.peak = torch.full(rows, -torch.inf, device=device)
@@ -216,9 +221,9 @@ class _Softmax:
         self.rotated = torch.zeros(*rows, value_dim, device=device)
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
-        """Add a segment of ``(..., rows, keys)`` scores; return its weights and rescale the past."""
+        """Add a group of ``(..., rows, keys)`` scores; return its weights and rescale the past."""
         peak = torch.maximum(self.peak, scores.amax(dim=-1))
-        base = torch.where(peak == -torch.inf, 0.0, peak)
+        base = peak.clamp_min(torch.finfo(torch.float32).min)
         decay = torch.exp(self.peak - base)
         weights = torch.exp(scores - base[..., None])
         self.total = self.total * decay + weights.sum(dim=-1)
@@ -226,6 +231,16 @@ class _Softmax:
         self.rotated *= decay[..., None]
         self.peak = peak
         return weights
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A run of tokens: exact keys and values, or block records with the valid tokens of each block."""
+
+    tokens: int
+    exact: tuple[torch.Tensor, torch.Tensor] | None = None
+    records: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 def attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.Tensor:
@@ -242,75 +257,84 @@ def attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.T
     batch, num_q_heads, q_len, head_dim = query.shape
     rows = (batch, view.num_kv_heads, num_q_heads // view.num_kv_heads * q_len)
     grouped = (query.float() * options.scaling).reshape(*rows, head_dim)
+    rot_query = rotate(grouped, view.keys.tables) if view.num_blocks else grouped
     state = _Softmax(rows, view.tail_values.shape[-1], query.device)
     masks = _MaskReader(options, query.shape, view)
 
     column = 0
-    if view.num_sinks:
-        _attend_exact(state, grouped, view.sink_keys, view.sink_values, masks, column)
-        column += view.num_sinks
-    if view.num_blocks:
-        column = _attend_blocks(state, grouped, view, masks, column)
-    for slots in view.tail_slices():
-        keys, values = view.tail_keys[..., slots, :], view.tail_values[..., slots, :]
-        _attend_exact(state, grouped, keys, values, masks, column)
-        column += keys.shape[-2]
+    for group in _groups(view, limit=max(GROUP_SCORES // (rows[0] * rows[1] * rows[2]), 1)):
+        scores = [_segment_scores(segment, grouped, rot_query, view) for segment in group]
+        weights = state.weigh(masks.apply(torch.cat(scores, dim=-1), column))
+        for segment, part in zip(group, weights.split([s.tokens for s in group], dim=-1), strict=True):
+            _add_values(state, segment, part, view)
+            column += segment.tokens
 
     if options.sink_logits is not None:
         logits = options.sink_logits.float().view(1, view.num_kv_heads, -1, 1).expand(batch, -1, -1, q_len)
         state.weigh(logits.reshape(*rows, 1))
-    out = state.exact + unrotate(state.rotated, view.values.tables)
+    out = state.exact + unrotate(state.rotated, view.values.tables) if view.num_blocks else state.exact
     total = torch.where(state.total == 0, 1.0, state.total)
     return (out / total[..., None]).reshape(batch, num_q_heads, q_len, -1).to(query.dtype)
 
 
-def _attend_exact(
-    state: _Softmax, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, masks: _MaskReader, column: int
-) -> None:
-    scores = masks.apply(query @ keys.float().transpose(-1, -2), column)
-    state.exact += state.weigh(scores) @ values.float()
+def _groups(view: KVView, limit: int) -> Iterator[list[_Segment]]:
+    """Yield segments oldest first, together while they hold at most ``limit`` tokens."""
+    group: list[_Segment] = []
+    size = 0
+    for segment in _segments(view):
+        if group and size + segment.tokens > limit:
+            yield group
+            group, size = [], 0
+        group.append(segment)
+        size += segment.tokens
+    if group:
+        yield group
 
 
-def _attend_blocks(state: _Softmax, query: torch.Tensor, view: KVView, masks: _MaskReader, column: int) -> int:
-    rot_query = rotate(query, view.keys.tables)
-    left = view.num_blocks
+def _segments(view: KVView) -> Iterator[_Segment]:
+    if view.num_sinks:
+        yield _Segment(view.num_sinks, exact=(view.sink_keys, view.sink_values))
     done = 0
     for arena in view.arenas:
-        used = min(left, arena.shape[0])
+        used = min(view.num_blocks - done, arena.shape[0])
         for start in range(0, used, CHUNK_BLOCKS):
             stop = min(start + CHUNK_BLOCKS, used)
             # (batch, heads, blocks, bytes): one pass over bytes, so that the products below are plain batched ones
             records = arena[start:stop].permute(1, 2, 0, 3).contiguous()
-            counts = None
-            if view.block_tokens is not None:
-                counts = view.block_tokens[done + start : done + stop]
-            column = _attend_chunk(state, rot_query, records, view, masks, column, counts)
-        left, done = left - used, done + used
-    return column
+            tokens, kept = (stop - start) * BLOCK_TOKENS, None
+            counts = view.block_tokens[done + start : done + stop] if view.block_tokens is not None else ()
+            if counts and min(counts) < BLOCK_TOKENS:
+                tokens = sum(counts)
+                valid = torch.arange(BLOCK_TOKENS)[None] < torch.tensor(counts)[:, None]
+                kept = valid.flatten().nonzero().flatten().to(arena.device)
+            yield _Segment(tokens, records=records, kept=kept)
+        done += used
+    for slots in view.tail_slices():
+        yield _Segment(slots.stop - slots.start, exact=(view.tail_keys[:, :, slots], view.tail_values[:, :, slots]))
 
 
-def _attend_chunk(
-    state: _Softmax,
-    rot_query: torch.Tensor,
-    records: torch.Tensor,
-    view: KVView,
-    masks: _MaskReader,
-    column: int,
-    counts: tuple[int, ...] | None,
-) -> int:
-    split = view.record.value_offset
-    scores = block_scores(rot_query, records[..., :split], view.keys)
-    if counts is None or min(counts) == BLOCK_TOKENS:
-        scores = masks.apply(scores, column)
-        column += scores.shape[-1]
-    else:
-        kept = torch.arange(BLOCK_TOKENS, device=scores.device) < torch.tensor(counts, device=scores.device)[:, None]
-        kept = kept.flatten()
-        hidden = torch.full_like(scores, -torch.inf)
-        hidden[..., kept] = masks.apply(scores[..., kept], column)
-        scores, column = hidden, column + sum(counts)
-    state.rotated += block_values(state.weigh(scores), records[..., split:], view.values)
-    return column
+def _segment_scores(
+    segment: _Segment, query: torch.Tensor, rot_query: torch.Tensor, view: KVView
+) -> torch.Tensor:
+    """Return ``(batch, heads, rows, tokens)`` products of the queries with the keys of a segment."""
+    if segment.exact is not None:
+        return query @ segment.exact[0].float().transpose(-1, -2)
+    assert segment.records is not None
+    scores = block_scores(rot_query, segment.records[..., : view.record.value_offset], view.keys)
+    return scores if segment.kept is None else scores[..., segment.kept]
+
+
+def _add_values(state: _Softmax, segment: _Segment, weights: torch.Tensor, view: KVView) -> None:
+    """Add the weighted values of a segment to the accumulator of their basis."""
+    if segment.exact is not None:
+        state.exact += weights @ segment.exact[1].float()
+        return
+    assert segment.records is not None
+    if segment.kept is not None:
+        blocks = segment.records.shape[2]
+        spread = weights.new_zeros(*weights.shape[:-1], blocks * BLOCK_TOKENS)
+        weights = spread.index_copy(-1, segment.kept, weights)
+    state.rotated += block_values(weights, segment.records[..., view.record.value_offset :], view.values)
 
 
 def block_scores(rot_query: torch.Tensor, packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
@@ -329,20 +353,18 @@ def block_scores(rot_query: torch.Tensor, packed: torch.Tensor, codec: VectorCod
         keys = dequantize(packed, codec).flatten(2, 3)
         return rot_query @ keys.transpose(-1, -2)
     norms = _read(packed, fmt.sections["norms"]).float()
-    scores: torch.Tensor | None = None
-    for index, group in enumerate(fmt.groups):
-        levels, order = _levels(packed, fmt.sections[f"codes{index}"], tables.centroids[index])
-        part = rot_query[..., group.start : group.start + group.size]
-        part = part if order is None else part[..., order]
-        product = part @ levels.flatten(2, 3).transpose(-1, -2)
-        product *= norms[..., index, :].flatten(2)[..., None, :]
-        scores = product if scores is None else scores + product
-    assert scores is not None
     if fmt.centered:
         means = _read(packed, fmt.sections["mean"]).float().squeeze(-2)
-        offsets = rot_query @ means.transpose(-1, -2)
-        scores = scores + offsets.repeat_interleave(BLOCK_TOKENS, dim=-1)
-    return scores
+        scores = (rot_query @ means.transpose(-1, -2))[..., None]
+    else:
+        scores = rot_query.new_zeros(())
+    for index, group in enumerate(fmt.groups):
+        levels, order = _levels(packed, fmt.sections[f"codes{index}"], tables, index)
+        part = rot_query[..., group.start : group.start + group.size]
+        part = part if order is None else part.index_select(-1, order)
+        product = part @ levels.flatten(2, 3).transpose(-1, -2)
+        scores = torch.addcmul(scores, product.unflatten(-1, (-1, BLOCK_TOKENS)), norms[:, :, None, :, index])
+    return scores.flatten(-2)
 
 
 def block_values(weights: torch.Tensor, packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
@@ -360,49 +382,74 @@ def block_values(weights: torch.Tensor, packed: torch.Tensor, codec: VectorCodec
     if fmt.kind != "mse":
         return weights @ dequantize(packed, codec).flatten(2, 3)
     norms = _read(packed, fmt.sections["norms"]).float()
-    per_block = weights.unflatten(-1, (-1, BLOCK_TOKENS)).transpose(2, 3)
+    per_block = weights.unflatten(-1, (-1, BLOCK_TOKENS))
     parts = []
     for index, _ in enumerate(fmt.groups):
-        scaled = per_block * norms[..., index, None, :]
-        levels, order = _levels(packed, fmt.sections[f"codes{index}"], tables.centroids[index])
-        scaled = scaled if order is None else scaled[..., order]
-        parts.append((scaled @ levels.transpose(-1, -2)).sum(dim=2))
-    out = torch.cat(parts, dim=-1)
+        section = fmt.sections[f"codes{index}"]
+        levels, order = _levels(packed, section, tables, index, rows_first=True)
+        scaled = per_block * norms[:, :, None, :, index]
+        scaled = scaled if order is None else scaled.index_select(-1, order)
+        parts.append(scaled.flatten(-2) @ levels.flatten(-2).transpose(-1, -2))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if fmt.centered:
         means = _read(packed, fmt.sections["mean"]).float().squeeze(-2)
-        out = out + per_block.sum(dim=-1).transpose(-1, -2) @ means
+        out = out + per_block.sum(dim=-1) @ means
     return out
 
 
 def _levels(
-    packed: torch.Tensor, section: Section, centroids: torch.Tensor
+    packed: torch.Tensor, section: Section, tables: VectorTables, index: int, *, rows_first: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Look up the centroids of a packed section.
+    """Look up the centroids of a packed section of ``(batch, heads, blocks, bytes)``.
 
     Returns:
-        ``(..., rows, count)`` float32, and the position of each column where they are not in order: two or four
-        codes of a byte come out of one lookup side by side, which is cheaper than putting them in place.
+        ``(batch, heads, blocks, rows, count)`` float32, or with ``rows_first`` ``(batch, heads, rows, blocks,
+        count)``; and the position of each column where they are not in order: two or four codes come out of one
+        lookup side by side, which is cheaper than putting them in place.
     """
     assert section.bits is not None
-    per_byte = 8 // section.bits if section.bits in (2, 4) else 1
-    if per_byte == 1 or section.count % per_byte:
-        codes = unpack_codes(_bytes(packed, section), section.bits, section.rows, section.count)
-        return torch.index_select(centroids, 0, codes.int().flatten()).view(codes.shape), None
-    table, wide = _byte_table(centroids, section.bits)
-    data = _bytes(packed, section).contiguous()
-    levels = torch.index_select(table, 0, data.int().flatten()).view(torch.float32)
-    stride = plane_row_bytes(section.count, section.bits)
-    order = torch.arange(section.count, device=packed.device).view(wide, stride).T.flatten()
-    return levels.view(*data.shape[:-1], section.rows, section.count), order
+    table = tables.byte_tables[index]
+    data = _bytes(packed, section)
+    if table is None or section.count * section.bits % 8:
+        codes = unpack_codes(data, section.bits, section.rows, section.count)
+        codes = codes.transpose(2, 3) if rows_first else codes
+        return torch.index_select(tables.centroids[index], 0, codes.int().flatten()).view(codes.shape), None
+    keys = _table_index(data, section)
+    keys = keys.transpose(2, 3).contiguous() if rows_first else keys
+    levels = torch.index_select(table, 0, keys.flatten()).view(torch.float32)
+    per_key = section.count // keys.shape[-1]
+    order = _byte_order(section.count, per_key, packed.device)
+    return levels.view(*keys.shape[:-1], section.count), order
 
 
-def _byte_table(centroids: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
-    """Return the 256-entry table from a byte to all its centroids, held as one wide scalar each."""
-    wide = 8 // bits
-    every_byte = torch.arange(256, dtype=torch.uint8, device=centroids.device)
-    codes = unpack_codes(every_byte, bits, 256, wide)
-    scalar = {2: torch.int64, 4: torch.complex128}[wide]
-    return centroids[codes.int()].contiguous().view(scalar).squeeze(-1), wide
+def _table_index(data: torch.Tensor, section: Section) -> torch.Tensor:
+    """Return ``(..., rows, keys)`` int32 indices into :attr:`VectorTables.byte_tables`.
+
+    2 and 4 bits: the byte itself. 3 bits: a byte of the low plane, and above it the four sign bits of its codes.
+    """
+    rows, count = section.rows, section.count
+    if section.bits != 3:
+        return data.unflatten(-1, (rows, -1)).int()
+    low_bytes = plane_row_bytes(count, 2)
+    low = data[..., : rows * low_bytes].unflatten(-1, (rows, low_bytes)).int()
+    signs = data[..., rows * low_bytes :].unflatten(-1, (rows, -1)).int()
+    # byte j of the sign plane holds, at even bits, the signs of byte j of the low plane; at odd bits those of byte j + m
+    nibbles = _even_bits(data.device)
+    high = torch.cat([nibbles[signs], nibbles[signs >> 1]], dim=-1)
+    return low + high
+
+
+@lru_cache(maxsize=8)
+def _even_bits(device: torch.device) -> torch.Tensor:
+    """Return ``(256,)`` int32: bits 0, 2, 4, 6 of a byte gathered in bits 8 to 11."""
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    return sum(((byte >> (2 * part)) & 1) << (8 + part) for part in range(4))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=64)
+def _byte_order(count: int, per_key: int, device: torch.device) -> torch.Tensor:
+    """Return the positions of the codes of a row when its bytes are read one after another."""
+    return torch.arange(count, device=device).view(per_key, count // per_key).T.flatten()
 
 
 # masks

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from hf_turboquant.layout import BLOCK_TOKENS, RecordFormat, VectorFormat
+from hf_turboquant.packing import fold_codes, unpack_codes
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,31 @@ class VectorTables:
     projection: torch.Tensor | None = None
     projection_scale: float = 0.0
     channel_order: torch.Tensor | None = None
+
+    @cached_property
+    def byte_tables(self) -> tuple[torch.Tensor | None, ...]:
+        """Per channel group the centroids of all codes of a byte, as one wide scalar; None where there is no table.
+
+        4 bits: ``(256,)`` of two float32. 2 bits: ``(256,)`` of four. 3 bits: ``(4096,)`` of four, indexed by a byte of
+        the low plane and, in bits 8 to 11, the high bits of its codes.
+        """
+        return tuple(_byte_table(centroids) for centroids in self.centroids)
+
+
+def _byte_table(centroids: torch.Tensor) -> torch.Tensor | None:
+    bits = (centroids.numel() - 1).bit_length()
+    if bits not in (2, 3, 4):
+        return None
+    if bits == 3:
+        index = torch.arange(4096, device=centroids.device)[:, None]
+        part = torch.arange(4, device=centroids.device)
+        folded = ((index >> (2 * part)) & 3) | (((index >> (8 + part)) & 1) << 2)
+        codes = fold_codes(folded.to(torch.uint8), 3)
+    else:
+        every_byte = torch.arange(256, dtype=torch.uint8, device=centroids.device)
+        codes = unpack_codes(every_byte, bits, 256, 8 // bits)
+    scalar = torch.int64 if bits == 4 else torch.complex128
+    return centroids[codes.int()].contiguous().view(scalar).squeeze(-1)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""The small kernels around attend: rotation of the query before it, merge of the partial results after it.
+
+``rot_query = query @ rotation``; ``out = (exact + rotated @ rotation.T) / total``. Both read the rotation matrix,
+``4 * head_dim**2`` bytes, from cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_turboquant.ops.triton.primitives import LOG2E, take_columns
+
+
+@triton.jit
+def rotate_query_kernel(
+    query_ptr, order_ptr, rotation_ptr, projection_ptr, rot_query_ptr, sign_query_ptr,
+    stride_batch, stride_head, stride_row, num_heads, group_size, q_len, scaling, sign_scaling,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROTATED: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scale and rotate the queries, and project them for ``prod``.
+
+    Writes ``(batch, heads, group_size * q_len, head_dim)``. Grid: ``(row tiles, batch * heads, column tiles)``.
+    """
+    pid_batch_head = tl.program_id(1).to(tl.int64)
+    batch, head = pid_batch_head // num_heads, pid_batch_head % num_heads
+    num_rows = group_size * q_len
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask_rows = rows < num_rows
+    row_ptrs = query_ptr + batch * stride_batch + (head * group_size + rows // q_len) * stride_head
+    row_ptrs += (rows % q_len).to(tl.int64) * stride_row
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = mask_rows[:, None] & (columns < K.head_dim)[None, :]
+    out_offsets = (pid_batch_head * num_rows + rows)[:, None] * K.head_dim + columns[None, :]
+    if ROTATED:
+        rotated = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, K.head_dim, BLOCK_K):
+            sums = start + tl.arange(0, BLOCK_K)
+            mask_sums = sums < K.head_dim
+            source = sums.to(tl.int64)
+            if HAS_ORDER:
+                source = tl.load(order_ptr + head * K.head_dim + sums, mask=mask_sums, other=0)
+            query = tl.load(row_ptrs[:, None] + source[None, :], mask=mask_rows[:, None] & mask_sums[None, :], other=0.0)
+            offsets = sums[:, None] * K.head_dim + columns[None, :]
+            matrix = tl.load(
+                rotation_ptr + offsets, mask=mask_sums[:, None] & (columns < K.head_dim)[None, :], other=0.0
+            )
+            rotated = tl.dot(query.to(tl.float32), matrix, rotated, input_precision=PRECISION)
+    else:
+        rotated = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(rot_query_ptr + out_offsets, rotated * scaling, mask=mask)
+    if K.kind == "prod":
+        # COLUMNS covers all channels here
+        projected = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for index in range(COLUMNS // BLOCK_K):
+            sums = index * BLOCK_K + tl.arange(0, BLOCK_K)
+            offsets = columns[None, :] * K.head_dim + sums[:, None]
+            inside = (sums < K.head_dim)[:, None] & (columns < K.head_dim)[None, :]
+            matrix = tl.load(projection_ptr + offsets, mask=inside, other=0.0)
+            part = take_columns(rotated, index, ROWS, COLUMNS, BLOCK_K)
+            projected = tl.dot(part, matrix, projected, input_precision=PRECISION)
+        tl.store(sign_query_ptr + out_offsets, projected * sign_scaling, mask=mask)
+
+
+@triton.jit
+def _merge(
+    partial_ptr, peak_ptr, base, row_index, row_stride, low, high, channels, mask_channels,
+    HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of the partial results of splits ``[low, high)``, each brought to the common peak."""
+    merged = tl.zeros([CHANNELS], tl.float32)
+    for first in range(low, high, TILE):
+        splits = first + tl.arange(0, TILE)
+        there = splits < high
+        index = row_index + splits.to(tl.int64) * row_stride
+        weight = tl.exp2(tl.load(peak_ptr + index, mask=there, other=-float("inf")) - base)
+        mask = there[:, None] & mask_channels[None, :]
+        partial = tl.load(partial_ptr + index[:, None] * HEAD_DIM + channels[None, :], mask=mask, other=0.0)
+        merged += tl.sum(partial * weight[:, None], 0)
+    return merged
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
+    num_heads, group_size, q_len, rotated_splits, num_splits,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query row and write it. Grid: ``(rows of a KV head, batch * heads)``.
+
+    The first ``rotated_splits`` splits are in the rotated basis of the values.
+    """
+    pid_row = tl.program_id(0)
+    pid_batch_head = tl.program_id(1).to(tl.int64)
+    num_rows = group_size * q_len
+    row_index = pid_batch_head * num_splits * num_rows + pid_row
+    splits = tl.arange(0, SPLITS)
+    there = splits < num_splits
+    index = row_index + splits.to(tl.int64) * num_rows
+    peaks = tl.load(peak_ptr + index, mask=there, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    query_head = pid_batch_head * group_size + pid_row // q_len
+    if SINK_LOGITS:
+        logit = tl.load(sink_logits_ptr + query_head % (num_heads * group_size)).to(tl.float32) * LOG2E
+        peak = tl.maximum(peak, logit)
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.sum(tl.load(total_ptr + index, mask=there, other=0.0) * tl.exp2(peaks - base), 0)
+    if SINK_LOGITS:
+        total += tl.exp2(logit - base)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out_row = query_head * q_len + pid_row % q_len
+    if LSE:
+        tl.store(lse_ptr + out_row, tl.where(total == 0.0, -float("inf"), (base + tl.log2(divisor)) / LOG2E))
+
+    channels = tl.arange(0, HEAD_DIM_PAD)
+    mask_channels = channels < HEAD_DIM
+    rotated = _merge(
+        partial_ptr, peak_ptr, base, row_index, num_rows, 0, rotated_splits, channels, mask_channels,
+        HEAD_DIM, TILE, HEAD_DIM_PAD,
+    )  # fmt: skip
+    for start in range(0, HEAD_DIM, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        mask_columns = columns < HEAD_DIM
+        targets = columns.to(tl.int64)
+        if HAS_ORDER:
+            head = pid_batch_head % num_heads
+            targets = tl.load(order_ptr + head * HEAD_DIM + columns, mask=mask_columns, other=0)
+        result = _merge(
+            partial_ptr, peak_ptr, base, row_index, num_rows, rotated_splits, num_splits, targets, mask_columns,
+            HEAD_DIM, 4, COLUMNS,
+        )  # fmt: skip
+        if rotated_splits > 0:
+            mask = mask_columns[:, None] & mask_channels[None, :]
+            matrix = tl.load(rotation_ptr + columns[:, None] * HEAD_DIM + channels[None, :], mask=mask, other=0.0)
+            result += tl.sum(matrix * rotated[None, :], 1)
+        tl.store(out_ptr + out_row * HEAD_DIM + targets, result / divisor, mask=mask_columns)

@@ -1,0 +1,179 @@
+"""What a kernel knows of a format when it is compiled: numbers and short strings, hashable.
+
+An instance is passed as one ``constexpr`` argument. Its ``repr`` is part of the compile key, so that two formats never
+share a binary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from hf_turboquant.errors import ShapeError
+from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
+from hf_turboquant.packing import PLANE_WIDTHS
+
+MAX_HEAD_DIM = 256
+"""Channels of the widest vectors the kernels hold in registers."""
+
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def next_power_of_2(value: int) -> int:
+    """Return the smallest power of two that is at least ``value``."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class GroupTraits:
+    """A channel group.
+
+    Attributes:
+        index: Position among the groups.
+        start: First channel.
+        size: Channels, a multiple of 8.
+        bits: Bits per code.
+        codes: Byte offset of its code section.
+        rows: Rows of the code section.
+        count: Codes in a row.
+    """
+
+    index: int
+    start: int
+    size: int
+    bits: int
+    codes: int
+    rows: int
+    count: int
+
+    @property
+    def width(self) -> int:
+        """Bits of the first plane."""
+        return PLANE_WIDTHS[self.bits][0]
+
+    @property
+    def parts(self) -> int:
+        """Codes in a byte of the first plane."""
+        return 8 // self.width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes in a row of the first plane."""
+        return self.count * self.width // 8
+
+    @property
+    def row_bytes_pad(self) -> int:
+        """``row_bytes`` as a tile extent: a power of two that a matrix product can sum over."""
+        return max(next_power_of_2(self.row_bytes), 16)
+
+    @property
+    def sign_row_bytes(self) -> int:
+        """Bytes in a row of the plane of high bits (3-bit codes)."""
+        return self.count // 8
+
+    @property
+    def sign_codes(self) -> int:
+        """Byte offset of the plane of high bits (3-bit codes)."""
+        return self.codes + self.rows * self.row_bytes
+
+    @property
+    def size_pad(self) -> int:
+        """``size`` as a tile extent."""
+        return max(next_power_of_2(self.size), 16)
+
+    @property
+    def eighth(self) -> int:
+        """Channels in an eighth of the group: the order in which codes are packed."""
+        return self.size // 8
+
+    @property
+    def eighth_pad(self) -> int:
+        """``eighth`` as a tile extent."""
+        return max(next_power_of_2(self.eighth), 2)
+
+
+@dataclass(frozen=True)
+class VectorTraits:
+    """A :class:`VectorFormat` as constants.
+
+    Section attributes (``norms``, ``residual_norms``, ``signs``, ``mean``, ``exact``) are byte offsets in the part of
+    the record that holds these vectors, -1 where there is no such section.
+    """
+
+    kind: str
+    head_dim: int
+    groups: tuple[GroupTraits, ...]
+    transposed: bool
+    centered: bool
+    scale: str
+    norm_dtype: str
+    exact_dtype: str
+    norms: int
+    residual_norms: int
+    signs: int
+    mean: int
+    exact: int
+
+    @property
+    def num_groups(self) -> int:
+        """Channel groups."""
+        return len(self.groups)
+
+    @property
+    def head_dim_pad(self) -> int:
+        """``head_dim`` as a tile extent."""
+        return max(next_power_of_2(self.head_dim), 16)
+
+    @property
+    def sign_traits(self) -> GroupTraits:
+        """The sign section of ``prod``, seen as a group of 1-bit codes over all channels."""
+        return GroupTraits(0, 0, self.head_dim, 1, self.signs, BLOCK_TOKENS, self.head_dim)
+
+    @property
+    def norm_limit(self) -> float:
+        """Largest finite norm of the stored type."""
+        names = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        return torch.finfo(names[self.norm_dtype]).max
+
+
+@lru_cache(maxsize=256)
+def traits_of(fmt: VectorFormat) -> VectorTraits:
+    """Return the constants of a format.
+
+    Raises:
+        ShapeError: The kernels have no tile for it; the reference backend has.
+    """
+    if not 0 < fmt.head_dim <= MAX_HEAD_DIM:
+        raise ShapeError(
+            f"head_dim must be at most {MAX_HEAD_DIM} (channels) for backend='triton', got {fmt.head_dim}; "
+            "use backend='reference'"
+        )
+    sizes = [group.size for group in fmt.groups]
+    if len(sizes) > 2 or any(size % 8 for size in sizes) or (fmt.kind == "prod" and fmt.head_dim % 8):
+        raise ShapeError(
+            "channel groups must be one or two, each a multiple of 8 (channels), for backend='triton', got sizes "
+            f"{sizes}; use backend='reference'"
+        )
+    sections = fmt.sections
+    groups = tuple(
+        GroupTraits(index, group.start, group.size, group.bits, section.offset, section.rows, section.count)
+        for index, group in enumerate(fmt.groups)
+        for section in (sections[f"codes{index}"],)
+    )
+    offsets = {
+        name: sections[name].offset if name in sections else -1
+        for name in ("norms", "residual_norms", "signs", "mean", "exact")
+    }
+    return VectorTraits(
+        fmt.kind,
+        fmt.head_dim,
+        groups,
+        fmt.transposed,
+        fmt.centered,
+        fmt.scale,
+        DTYPE_NAMES[fmt.norm_dtype],
+        "" if fmt.exact_dtype is None else DTYPE_NAMES[fmt.exact_dtype],
+        **offsets,
+    )
