@@ -7,6 +7,7 @@
 from hf_turboquant.cache import TurboQuantCache
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import TurboQuantError
+from hf_turboquant.integrate import disable, enable
 from hf_turboquant.presets import PRESETS
 from hf_turboquant.report import MemoryReport, PathReport
 
@@ -20,4 +21,6 @@ __all__ = [
     "TurboQuantConfig",
     "TurboQuantError",
     "__version__",
+    "disable",
+    "enable",
 ]

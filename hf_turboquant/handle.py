@@ -126,6 +126,15 @@ class PathRecorder:
         self.materialized_calls[reason] = self.materialized_calls.get(reason, 0) + 1
 
 
+def paired_view(key: object, value: object) -> KVView | None:
+    """Return the tokens behind a key and a value that are handles of one layer; None when they are not."""
+    if not (type(key) is KVHandle and type(value) is KVHandle and key.tokens is value.tokens):
+        return None
+    if (key.which, value.which) != ("keys", "values") or len(key.dims) != 4 or key.repeats != value.repeats:
+        return None
+    return key.tokens
+
+
 def _attend_pair(
     query: Any,
     key: Any,
@@ -137,9 +146,8 @@ def _attend_pair(
     enable_gqa: bool = False,
 ) -> torch.Tensor | None:
     """Attend over the store when the arguments are a matching pair of handles; None when they are not."""
-    if not (type(key) is KVHandle and type(value) is KVHandle and key.tokens is value.tokens):
-        return None
-    if (key.which, value.which) != ("keys", "values") or len(key.dims) != 4 or key.repeats != value.repeats:
+    view = paired_view(key, value)
+    if view is None:
         return None
     if query.shape[1] != key.dims[1] and not enable_gqa:
         return None
@@ -154,7 +162,7 @@ def _attend_pair(
         scaling=query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask, is_causal=is_causal
     )
     key.recorder.compressed()
-    return attend(query, key.tokens, options, backend=key.backend)
+    return attend(query, view, options, backend=key.backend)
 
 
 def _same(handle: KVHandle) -> KVHandle:

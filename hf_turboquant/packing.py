@@ -44,9 +44,7 @@ def plane_widths(bits: int) -> tuple[int, ...]:
     try:
         return PLANE_WIDTHS[bits]
     except KeyError:
-        raise ConfigError(
-            f"bits must be one of {sorted(PLANE_WIDTHS)} (bits per coordinate), got {bits!r}"
-        ) from None
+        raise ConfigError(f"bits must be one of {sorted(PLANE_WIDTHS)} (bits per coordinate), got {bits!r}") from None
 
 
 def fold_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

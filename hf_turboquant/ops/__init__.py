@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 
 from hf_turboquant.errors import ShapeError
@@ -24,6 +27,9 @@ __all__ = [
     "quantize",
     "resolve_backend",
 ]
+
+TILE_SCORES = 1 << 24
+"""Scores the reference holds at a time for one tile of queries, over all heads: 64 MiB."""
 
 
 def quantize(
@@ -116,7 +122,29 @@ def attend(
         from hf_turboquant.ops import triton
 
         return triton.attend(query, view, options)
-    return reference.attend(query, view, options)
+    return torch.cat([reference.attend(*tile) for tile in _query_tiles(query, view, options)], dim=2)
+
+
+def _query_tiles(
+    query: torch.Tensor, view: KVView, options: AttendOptions
+) -> Iterator[tuple[torch.Tensor, KVView, AttendOptions]]:
+    """Cut long runs of queries so that the scores of one tile stay bounded; causal tiles do not see later keys."""
+    batch, num_q_heads, q_len, _ = query.shape
+    tile = max(TILE_SCORES // max(batch * num_q_heads * view.seq_len, 1), 1)
+    if q_len <= tile:
+        yield query, view, options
+        return
+    for start in range(0, q_len, tile):
+        part = query[:, :, start : start + tile]
+        mask, later = options.mask, q_len - start - part.shape[2]
+        if mask is not None:
+            rows = mask if mask.shape[2] == 1 else mask[:, :, start : start + tile]
+            yield part, view, replace(options, mask=rows)
+        elif options.is_causal or options.sliding_window is not None:
+            # keys behind the last query of the tile are all in the tail, which holds every fresh token
+            yield part, replace(view, tail_len=view.tail_len - later), replace(options, is_causal=True)
+        else:
+            yield part, view, options
 
 
 def materialize(view: KVView, *, which: str, backend: Backend | str = Backend.AUTO) -> torch.Tensor:
