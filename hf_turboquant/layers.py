@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import CacheStateError, ConfigError, ValueRangeError
@@ -14,6 +16,12 @@ from hf_turboquant.handle import KVHandle, PathRecorder
 from hf_turboquant.ops import Backend, KVView
 from hf_turboquant.quantizers import build_key_codec, build_value_codec
 from hf_turboquant.store import KVStore
+
+
+@lru_cache(maxsize=1)
+def crops_to_length() -> bool:
+    """Whether this transformers calls ``crop`` with the length to keep, as versions before 5.17 do."""
+    return "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -139,12 +147,17 @@ class TurboQuantLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest ``-tokens_to_remove`` tokens; nothing is quantized again.
 
+        In versions of transformers whose own caches take a length here, 0 and above mean the tokens to keep.
+
         Args:
             tokens_to_remove: 0, or minus the number of tokens to remove.
 
         Raises:
             CacheStateError: Positive, or more tokens than stored.
         """
+        length = self.get_seq_length()
+        if tokens_to_remove >= 0 and crops_to_length():
+            tokens_to_remove = min(tokens_to_remove - length, 0)
         if tokens_to_remove > 0:
             raise CacheStateError(
                 f"crop takes minus the number of tokens to remove, or 0, got {tokens_to_remove}; to keep n tokens pass "

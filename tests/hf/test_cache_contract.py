@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from hf_turboquant import PRESETS, TurboQuantCache, TurboQuantConfig
 from hf_turboquant.errors import CacheStateError, ConfigError, ShapeError, ValueRangeError
+from hf_turboquant.layers import crops_to_length
 from tests.helpers import EXACT, TINY_CONFIGS, dense_attention, random_kv
 
 LLAMA = TINY_CONFIGS["llama"]
@@ -121,7 +122,7 @@ def test_crop_reorder_repeat_and_select_match_the_dense_cache() -> None:
     for cache in (ours, dense):
         fill(cache, 600)
         cache.crop(-250)
-        cache.crop(0)
+        cache.crop(350 if crops_to_length() else 0)
         cache.reorder_cache(torch.tensor([1, 0]))
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([0, 3, 2]))
@@ -211,8 +212,12 @@ def test_odd_head_dim_is_refused_with_the_layer() -> None:
     assert cache.get_seq_length(1) == 0
 
 
-def test_positive_crop_is_refused() -> None:
+def test_positive_crop_is_a_length_where_transformers_says_so_and_refused_elsewhere() -> None:
     cache = fill(TurboQuantCache(LLAMA), 10)
+    if crops_to_length():
+        cache.crop(5)
+        assert cache.get_seq_length() == 5
+        return
     with pytest.raises(CacheStateError, match="crop takes minus the number of tokens to remove, or 0, got 5"):
         cache.crop(5)
 
