@@ -16,8 +16,16 @@ MAX_LINES = 350
 # files that are allowed to be longer, each with its reason
 LONGER: dict[str, str] = {}
 TRANSFORMERS_USERS = {"cache.py", "layers.py", "handle.py", "attention.py", "masks.py", "integrate.py"}
+TRANSFORMERS_USERS |= {"bench.py", "cli_generate.py", "lm_eval.py", "loading.py"}
+# modules with a public face of their own, used by scripts and the command line beside the names of the package
+PUBLIC_MODULES = {
+    f"hf_turboquant.{name}"
+    for name in ("bench", "cli_evals", "cli_run", "doctor", "lm_eval", "loading", "planner", "verify")
+}
 # scripts and the command line see what users see
 SCRIPTS = sorted([*(ROOT / "evals").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *PACKAGE.glob("cli.py")])
+# scripts that measure what has no public name, each with its reason
+INTERNAL: dict[str, str] = {"evals/compile_matrix.py": "compiles the kernels one by one for each GPU"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -35,7 +43,7 @@ def private_uses(path: Path) -> list[str]:
     """Return the imports of a script that reach behind the public names."""
     found = []
     for module, name, line in imports(path):
-        if module.partition(".")[0] != "hf_turboquant":
+        if module.partition(".")[0] != "hf_turboquant" or module in PUBLIC_MODULES:
             continue
         if module != "hf_turboquant" or (name is not None and name not in hf_turboquant.__all__):
             found.append(f"{path.name}:{line}: {module} {name}")
@@ -55,7 +63,7 @@ def ids(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=ids)
+@pytest.mark.parametrize("path", [path for path in SCRIPTS if ids(path) not in INTERNAL], ids=ids)
 def test_script_uses_public_names_only(path):
     assert private_uses(path) == []
 

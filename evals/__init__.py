@@ -1,0 +1,1 @@
+"""Measurements of the cache, run as ``python -m evals.<name>`` from the root of the project."""
