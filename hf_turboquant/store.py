@@ -7,14 +7,15 @@ blocks lie in *arenas*, which are only ever added: growing copies nothing and fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 
-from hf_turboquant.errors import CacheStateError, ShapeError
+from hf_turboquant.errors import CacheStateError, ShapeError, ValueRangeError
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import KVView, VectorCodec, quantize
+from hf_turboquant.quantizers import LayerCodecs
 
 GROWTH_DIVISOR = 16
 """A new arena holds one block for every so many already packed: growth steps of one sixteenth."""
@@ -23,14 +24,20 @@ GROWTH_DIVISOR = 16
 class KVStore:
     """Compressed keys and values of one layer.
 
+    The first block that is quantized may decide how (``choose``); the codecs then stay until :meth:`reset`.
+
     Args:
-        keys: Codec of keys.
-        values: Codec of values.
+        keys: Codec of keys, until ``choose`` returns another.
+        values: Codec of values, likewise.
         like_keys: ``(batch, num_kv_heads, any, head_dim)``; its geometry, dtype and device are the store's.
         like_values: The same for values.
         sink_tokens: First tokens kept exact.
         residual_window: Last tokens kept exact, a multiple of 128.
         backend: Who quantizes.
+        choose: Given the first keys and values to be quantized, returns the codecs to use; None keeps the above.
+
+    Attributes:
+        guard: What the guard did to the keys of this layer, and why; empty if nothing.
     """
 
     def __init__(
@@ -43,9 +50,10 @@ class KVStore:
         sink_tokens: int,
         residual_window: int,
         backend: str = "auto",
+        choose: Callable[[torch.Tensor, torch.Tensor], LayerCodecs] | None = None,
     ) -> None:
-        self.keys = keys
-        self.values = values
+        self._initial = LayerCodecs(keys, values)
+        self._choose = choose
         self.sink_tokens = sink_tokens
         self.residual_window = residual_window
         self.backend = backend
@@ -54,13 +62,18 @@ class KVStore:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens and free their memory."""
+        """Forget all tokens, and the codecs chosen for them, and free their memory."""
+        self._use(self._initial, chosen=self._choose is None)
         self.sink_keys, self.sink_values = self._key_like, self._value_like
         self.arenas: list[torch.Tensor] = []
         self.num_blocks = 0
         self.block_tokens: list[int] | None = None
         self.tail_keys, self.tail_values = self._key_like, self._value_like
         self.tail_start = self.tail_len = 0
+
+    def _use(self, codecs: LayerCodecs, *, chosen: bool) -> None:
+        self.keys, self.values, self.guard = codecs.keys, codecs.values, codecs.note
+        self._chosen = chosen
 
     @property
     def batch(self) -> int:
@@ -88,8 +101,11 @@ class KVStore:
         return self.keys.format.nbytes + self.values.format.nbytes
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Every tensor the store holds."""
+        """Every tensor the store holds: tokens, and the channel orders that are its own."""
         yield from (self.sink_keys, self.sink_values, self.tail_keys, self.tail_values, *self.arenas)
+        for codec in (self.keys, self.values):
+            if codec.tables.channel_order is not None:
+                yield codec.tables.channel_order
 
     def view(self) -> KVView:
         """Return what attention may read now. It is valid until the store next changes."""
@@ -187,7 +203,9 @@ class KVStore:
                     f"{new.device}"
                 )
         if keys.shape[2] != values.shape[2]:
-            raise ShapeError(f"keys and values must hold equally many tokens, got {keys.shape[2]} and {values.shape[2]}")
+            raise ShapeError(
+                f"keys and values must hold equally many tokens, got {keys.shape[2]} and {values.shape[2]}"
+            )
 
     def _exact_view(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
         """View the old blocks as they are, and the old exact tokens and the new ones as one tail."""
@@ -207,14 +225,28 @@ class KVStore:
             parts = [*(tail[:, :, s] for s in slices), new[:, :, : wanted - from_tail]]
             parts = [part for part in parts if part.shape[2]]
             oldest.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+        first = not self._chosen
+        if first and self._choose is not None:
+            self._use(self._choose(oldest[0], oldest[1]), chosen=True)
+        try:
+            self._quantize(oldest, blocks)
+        except ValueRangeError:
+            if first:
+                # nothing was stored, so nothing was decided either; the room reserved has the size of these records
+                self._use(self._initial, chosen=False)
+                self.arenas = []
+            raise
+        self.num_blocks += blocks
+        if self.block_tokens is not None:
+            self.block_tokens += [BLOCK_TOKENS] * blocks
+
+    def _quantize(self, oldest: list[torch.Tensor], blocks: int) -> None:
+        """Write records of ``oldest`` behind those in use."""
         done = 0
         for out in self._reserve(blocks):
             span = slice(done * BLOCK_TOKENS, (done + out.shape[0]) * BLOCK_TOKENS)
             quantize(oldest[0][:, :, span], oldest[1][:, :, span], out, self.keys, self.values, backend=self.backend)
             done += out.shape[0]
-        self.num_blocks += blocks
-        if self.block_tokens is not None:
-            self.block_tokens += [BLOCK_TOKENS] * blocks
 
     def _reserve(self, blocks: int) -> list[torch.Tensor]:
         """Return record tensors with room for ``blocks`` behind those in use, adding an arena where needed."""

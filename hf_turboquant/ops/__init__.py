@@ -10,7 +10,7 @@ import torch
 from hf_turboquant.errors import ShapeError
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import reference
-from hf_turboquant.ops.backend import Backend, BackendChoice, resolve_backend
+from hf_turboquant.ops.backend import Backend, BackendChoice, choose_backend, resolve_backend
 from hf_turboquant.ops.reference import AttendOptions
 from hf_turboquant.ops.view import KVView, VectorCodec, VectorTables
 
@@ -22,6 +22,7 @@ __all__ = [
     "VectorCodec",
     "VectorTables",
     "attend",
+    "choose_backend",
     "dequantize",
     "materialize",
     "quantize",
@@ -64,7 +65,7 @@ def quantize(
             f"out must have shape (blocks, batch, num_kv_heads, record bytes) = {(blocks, batch, heads, record)} for "
             f"{tokens} tokens (a multiple of {BLOCK_TOKENS}), got {tuple(out.shape)}"
         )
-    if resolve_backend(backend, keys.device).backend is Backend.TRITON:
+    if choose_backend(backend, keys.device, key_codec.format, value_codec.format).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
 
         triton.quantize(keys, values, out, key_codec, value_codec)
@@ -92,7 +93,7 @@ def dequantize(packed: torch.Tensor, codec: VectorCodec, *, backend: Backend | s
         raise ShapeError(
             f"packed must hold {codec.format.nbytes} bytes per block in its last dimension, got {packed.shape[-1]}"
         )
-    if resolve_backend(backend, packed.device).backend is Backend.TRITON:
+    if choose_backend(backend, packed.device, codec.format).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
 
         return triton.dequantize(packed, codec)
@@ -118,7 +119,7 @@ def attend(
         BackendUnavailableError: ``backend`` was named and cannot run on the device of ``query``.
     """
     _check_attend(query, view, options)
-    if resolve_backend(backend, query.device).backend is Backend.TRITON:
+    if choose_backend(backend, query.device, view.keys.format, view.values.format).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
 
         return triton.attend(query, view, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +12,9 @@ from functools import lru_cache
 import torch
 
 from hf_turboquant.errors import BackendUnavailableError
+from hf_turboquant.layout import EXACT_BITS, VectorFormat
+
+_log = logging.getLogger("hf_turboquant")
 
 
 class Backend(str, Enum):
@@ -63,6 +67,46 @@ def _resolve(requested: Backend, device_type: str) -> BackendChoice:
     if device_type == "cpu":
         return BackendChoice(Backend.REFERENCE, "the tensors are on a cpu device")
     return BackendChoice(Backend.TRITON, f"the tensors are on a {device_type} device and triton is installed")
+
+
+def choose_backend(requested: Backend | str, device: torch.device, *formats: VectorFormat) -> BackendChoice:
+    """Choose the backend for tensors on a device that are stored in some formats.
+
+    Args:
+        requested: ``AUTO`` or the backend to insist on.
+        device: Where the tensors live.
+        *formats: Formats the operation reads or writes.
+
+    Returns:
+        As :func:`resolve_backend`; ``AUTO`` takes the reference, and logs it once, for formats the kernels do not read.
+
+    Raises:
+        BackendUnavailableError: ``TRITON`` was requested and cannot run on ``device``, or does not read a format.
+    """
+    return _choose(Backend(requested), device.type, formats)
+
+
+@lru_cache(maxsize=256)
+def _choose(requested: Backend, device_type: str, formats: tuple[VectorFormat, ...]) -> BackendChoice:
+    choice = _resolve(requested, device_type)
+    if choice.backend is not Backend.TRITON:
+        return choice
+    obstacle = next((text for text in map(format_obstacle, formats) if text), "")
+    if not obstacle:
+        return choice
+    if requested is Backend.TRITON:
+        raise BackendUnavailableError(f"backend='triton' cannot serve this cache: {obstacle}; use backend='auto'")
+    _log.warning("attention uses the reference implementation: %s", obstacle)
+    return BackendChoice(Backend.REFERENCE, obstacle)
+
+
+def format_obstacle(fmt: VectorFormat) -> str:
+    """Say why the kernels do not read a format; empty when they do."""
+    if fmt.kind not in ("mse", "prod", "exact"):
+        return f"there is no kernel for {fmt.kind!r} codes"
+    if any(group.bits == EXACT_BITS for group in fmt.groups):
+        return "there is no kernel for keys with exact channels beside their codes"
+    return ""
 
 
 def triton_obstacle(device_type: str) -> str:

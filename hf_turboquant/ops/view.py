@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,14 +16,17 @@ class VectorTables:
     """Tensors a codec needs on one device. Shared by every layer of the same geometry.
 
     Attributes:
-        centroids: Per channel group ``(2**bits,)`` float32, ascending.
-        boundaries: Per channel group ``(2**bits - 1,)`` float32, midpoints.
-        rotation: ``(head_dim, head_dim)`` float32, orthogonal; ``rotated = vectors @ rotation``. None for ``exact``.
+        centroids: Per channel group ``(2**bits,)`` float32, ascending; empty for a group of 16 bits. Angles for
+            ``polar``.
+        boundaries: Per channel group ``(2**bits - 1,)`` float32, midpoints; empty likewise.
+        rotation: ``(head_dim, head_dim)`` float32, orthogonal; ``rotated = vectors @ rotation``. Block-diagonal over
+            channel groups, the identity on exact ones. None where nothing is rotated: ``exact``, ``group``, ``qjl``.
         projection: ``(head_dim, head_dim)`` float32 matrix ``S`` of the QJL stage; signs are those of
-            ``residual @ projection.T``. None unless ``prod``.
-        projection_scale: Factor of the sign term of ``prod``: sqrt(pi/2)/head_dim for Gaussian ``S``,
-            sqrt(pi/2/head_dim) for orthogonal.
-        channel_order: ``(num_kv_heads, head_dim)`` int64 applied to channels before the rotation, or None.
+            ``residual @ projection.T``. None unless ``prod`` or ``qjl``.
+        projection_scale: Factor of the sign term: sqrt(pi/2)/head_dim for Gaussian ``S``, sqrt(pi/2/head_dim) for
+            orthogonal.
+        channel_order: ``(num_kv_heads, head_dim)`` int16, or None: channel ``channel_order[h, i]`` goes to place ``i``
+            before the rotation. It belongs to one layer; everything else is shared.
     """
 
     centroids: tuple[torch.Tensor, ...] = ()
@@ -42,9 +45,20 @@ class VectorTables:
         """
         return tuple(_byte_table(centroids) for centroids in self.centroids)
 
+    def with_order(self, channel_order: torch.Tensor) -> VectorTables:
+        """Return the same tables for a layer with a channel order of its own."""
+        ordered = replace(self, channel_order=channel_order)
+        # what is derived from shared tensors is shared too
+        ordered.__dict__["byte_tables"] = self.byte_tables
+        return ordered
+
+    def __deepcopy__(self, memo: dict[int, object]) -> VectorTables:
+        """Return the tables themselves: nothing writes to them."""
+        return self
+
 
 def _byte_table(centroids: torch.Tensor) -> torch.Tensor | None:
-    bits = (centroids.numel() - 1).bit_length()
+    bits = (centroids.numel() - 1).bit_length() if centroids.numel() else 0
     if bits not in (2, 3, 4):
         return None
     if bits == 3:
@@ -140,3 +154,24 @@ class KVView:
         if end <= slots:
             return [slice(self.tail_start, end)] if self.tail_len else []
         return [slice(self.tail_start, slots), slice(0, end - slots)]
+
+
+def dense_view(keys: torch.Tensor, values: torch.Tensor) -> KVView:
+    """See plain keys and values ``(batch, num_kv_heads, seq_len, head_dim)`` as a layer of exact tokens."""
+    codecs = [
+        VectorCodec(VectorFormat("exact", tensor.shape[3], exact_dtype=tensor.dtype), VectorTables())
+        for tensor in (keys, values)
+    ]
+    return KVView(
+        keys=codecs[0],
+        values=codecs[1],
+        sink_keys=keys[:, :, :0],
+        sink_values=values[:, :, :0],
+        arenas=(),
+        num_blocks=0,
+        block_tokens=None,
+        tail_keys=keys,
+        tail_values=values,
+        tail_start=0,
+        tail_len=keys.shape[2],
+    )

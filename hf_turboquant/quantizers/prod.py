@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from hf_turboquant.config import TurboQuantConfig
+from hf_turboquant.config import Projection, RotationKind, TurboQuantConfig
 from hf_turboquant.layout import ChannelGroup, VectorFormat
 from hf_turboquant.ops import VectorCodec, VectorTables
 from hf_turboquant.quantizers.mse import mse_tables
@@ -43,16 +43,17 @@ def prod_codec(
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _prod_tables(
-    rotation: str,
-    projection: str,
+    rotation: RotationKind,
+    projection: Projection,
     head_dim: int,
     groups: tuple[ChannelGroup, ...],
     seed: int,
     device: torch.device,
 ) -> VectorTables:
     return replace(
-        mse_tables(rotation, head_dim, groups, seed, device),
+        mse_tables(rotation, groups, seed, device),
         projection=build_projection(projection, head_dim, seed).to(device),
         projection_scale=projection_scale(projection, head_dim),
     )

@@ -1,0 +1,133 @@
+"""Products with packed blocks: queries with keys, weights with values."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from hf_turboquant.layout import BLOCK_TOKENS, EXACT_BITS, Section
+from hf_turboquant.ops.reference.codec import dequantize
+from hf_turboquant.ops.reference.sections import read_plain, section_bytes
+from hf_turboquant.ops.view import VectorCodec, VectorTables
+from hf_turboquant.packing import plane_row_bytes, unpack_codes
+
+
+def block_scores(rot_query: torch.Tensor, packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
+    """Multiply queries with the stored keys of a run of blocks.
+
+    Args:
+        rot_query: ``(batch, heads, rows, head_dim)`` float32, rotated and scaled.
+        packed: ``(batch, heads, blocks, key bytes)`` uint8.
+        codec: Key codec.
+
+    Returns:
+        ``(batch, heads, rows, blocks * 128)`` float32.
+    """
+    fmt, tables = codec.format, codec.tables
+    if fmt.kind != "mse":
+        keys = dequantize(packed, codec).flatten(2, 3)
+        return rot_query @ keys.transpose(-1, -2)
+    norms = read_plain(packed, fmt.sections["norms"]).float()
+    if fmt.centered:
+        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(-2)
+        scores = (rot_query @ means.transpose(-1, -2))[..., None]
+    else:
+        scores = rot_query.new_zeros(())
+    for index, group in enumerate(fmt.groups):
+        part = rot_query[..., group.start : group.start + group.size]
+        if group.bits == EXACT_BITS:
+            exact = read_plain(packed, fmt.sections[f"exact{index}"]).float()
+            scores = scores + (part @ exact.flatten(2, 3).transpose(-1, -2)).unflatten(-1, (-1, BLOCK_TOKENS))
+            continue
+        levels, order = _levels(packed, fmt.sections[f"codes{index}"], tables, index)
+        part = part if order is None else part.index_select(-1, order)
+        product = part @ levels.flatten(2, 3).transpose(-1, -2)
+        lengths = norms[:, :, None, :, fmt.norm_row(index)]
+        scores = torch.addcmul(scores, product.unflatten(-1, (-1, BLOCK_TOKENS)), lengths)
+    return scores.flatten(-2)
+
+
+def block_values(weights: torch.Tensor, packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
+    """Sum the stored values of a run of blocks, weighted.
+
+    Args:
+        weights: ``(batch, heads, rows, blocks * 128)`` float32.
+        packed: ``(batch, heads, blocks, value bytes)`` uint8.
+        codec: Value codec.
+
+    Returns:
+        ``(batch, heads, rows, head_dim)`` float32, in the rotated basis.
+    """
+    fmt, tables = codec.format, codec.tables
+    if fmt.kind != "mse":
+        return weights @ dequantize(packed, codec).flatten(2, 3)
+    norms = read_plain(packed, fmt.sections["norms"]).float()
+    per_block = weights.unflatten(-1, (-1, BLOCK_TOKENS))
+    parts = []
+    for index, _ in enumerate(fmt.groups):
+        section = fmt.sections[f"codes{index}"]
+        levels, order = _levels(packed, section, tables, index, rows_first=True)
+        scaled = per_block * norms[:, :, None, :, fmt.norm_row(index)]
+        scaled = scaled if order is None else scaled.index_select(-1, order)
+        parts.append(scaled.flatten(-2) @ levels.flatten(-2).transpose(-1, -2))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    if fmt.centered:
+        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(-2)
+        out = out + per_block.sum(dim=-1) @ means
+    return out
+
+
+def _levels(
+    packed: torch.Tensor, section: Section, tables: VectorTables, index: int, *, rows_first: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Look up the centroids of a packed section of ``(batch, heads, blocks, bytes)``.
+
+    Returns:
+        ``(batch, heads, blocks, rows, count)`` float32, or with ``rows_first`` ``(batch, heads, rows, blocks,
+        count)``; and the position of each column where they are not in order: two or four codes come out of one
+        lookup side by side, which is cheaper than putting them in place.
+    """
+    assert section.bits is not None
+    table = tables.byte_tables[index]
+    data = section_bytes(packed, section)
+    if table is None or section.count * section.bits % 8:
+        codes = unpack_codes(data, section.bits, section.rows, section.count)
+        codes = codes.transpose(2, 3) if rows_first else codes
+        return torch.index_select(tables.centroids[index], 0, codes.int().flatten()).view(codes.shape), None
+    keys = _table_index(data, section)
+    keys = keys.transpose(2, 3).contiguous() if rows_first else keys
+    levels = torch.index_select(table, 0, keys.flatten()).view(torch.float32)
+    per_key = section.count // keys.shape[-1]
+    order = _byte_order(section.count, per_key, packed.device)
+    return levels.view(*keys.shape[:-1], section.count), order
+
+
+def _table_index(data: torch.Tensor, section: Section) -> torch.Tensor:
+    """Return ``(..., rows, keys)`` int32 indices into :attr:`VectorTables.byte_tables`.
+
+    2 and 4 bits: the byte itself. 3 bits: a byte of the low plane, and above it the four sign bits of its codes.
+    """
+    rows, count = section.rows, section.count
+    if section.bits != 3:
+        return data.reshape(*data.shape[:-1], rows, -1).int()
+    low_bytes = plane_row_bytes(count, 2)
+    low = data[..., : rows * low_bytes].reshape(*data.shape[:-1], rows, low_bytes).int()
+    signs = data[..., rows * low_bytes :].reshape(*data.shape[:-1], rows, -1).int()
+    # byte j of the sign plane holds the signs of byte j of the low plane at even bits, those of byte j + m at odd bits
+    nibbles = _even_bits(data.device)
+    high = torch.cat([nibbles[signs], nibbles[signs >> 1]], dim=-1)
+    return low + high
+
+
+@lru_cache(maxsize=8)
+def _even_bits(device: torch.device) -> torch.Tensor:
+    """Return ``(256,)`` int32: bits 0, 2, 4, 6 of a byte gathered in bits 8 to 11."""
+    byte = torch.arange(256, dtype=torch.int32, device=device)
+    return sum(((byte >> (2 * part)) & 1) << (8 + part) for part in range(4))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=64)
+def _byte_order(count: int, per_key: int, device: torch.device) -> torch.Tensor:
+    """Return the positions of the codes of a row when its bytes are read one after another."""
+    return torch.arange(count, device=device).view(per_key, count // per_key).T.flatten()
