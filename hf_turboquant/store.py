@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from hf_turboquant.errors import CacheStateError, ShapeError, ValueRangeError
 from hf_turboquant.layout import BLOCK_TOKENS
-from hf_turboquant.ops import KVView, VectorCodec, quantize
+from hf_turboquant.ops import KVView, VectorCodec, extend_ring, quantize, ring_slices
 from hf_turboquant.quantizers import LayerCodecs
 
-GROWTH_DIVISOR = 16
-"""A new arena holds one block for every so many already packed: growth steps of one sixteenth."""
+GROWTH_DIVISOR = 32
+"""A new arena holds one block for every so many already packed: growth steps of one thirty-second."""
 
 
 class KVStore:
@@ -70,6 +71,11 @@ class KVStore:
         self.block_tokens: list[int] | None = None
         self.tail_keys, self.tail_values = self._key_like, self._value_like
         self.tail_start = self.tail_len = 0
+        self._memo: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of a copy what a backend keeps with these very arenas."""
+        return {**self.__dict__, "_memo": {}}
 
     def _use(self, codecs: LayerCodecs, *, chosen: bool) -> None:
         self.keys, self.values, self.guard = codecs.keys, codecs.values, codecs.note
@@ -121,6 +127,7 @@ class KVStore:
             tail_values=self.tail_values,
             tail_start=self.tail_start,
             tail_len=self.tail_len,
+            memo=self._memo,
         )
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
@@ -181,12 +188,14 @@ class KVStore:
         for name in ("sink_keys", "sink_values", "tail_keys", "tail_values", "_key_like", "_value_like"):
             setattr(self, name, getattr(self, name).index_select(0, index))
         self.arenas = [arena.index_select(1, index) for arena in self.arenas]
+        self._memo = {}
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> None:
         """Move the stored tokens (not the shared tables) to a device."""
         for name in ("sink_keys", "sink_values", "tail_keys", "tail_values"):
             setattr(self, name, getattr(self, name).to(device, non_blocking=non_blocking))
         self.arenas = [arena.to(device, non_blocking=non_blocking) for arena in self.arenas]
+        self._memo = {}
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Compare new tensors with the geometry of the store."""
@@ -221,7 +230,7 @@ class KVStore:
         from_tail = min(wanted, self.tail_len)
         oldest = []
         for tail, new in ((self.tail_keys, fresh[0]), (self.tail_values, fresh[1])):
-            slices = _ring_slices(self.tail_start, from_tail, tail.shape[2])
+            slices = ring_slices(self.tail_start, from_tail, tail.shape[2])
             parts = [*(tail[:, :, s] for s in slices), new[:, :, : wanted - from_tail]]
             parts = [part for part in parts if part.shape[2]]
             oldest.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
@@ -237,6 +246,7 @@ class KVStore:
                 self.arenas = []
             raise
         self.num_blocks += blocks
+        self._memo = {}
         if self.block_tokens is not None:
             self.block_tokens += [BLOCK_TOKENS] * blocks
 
@@ -274,13 +284,10 @@ class KVStore:
         keys, values = (tensor[:, :, drop - from_tail :] for tensor in fresh)
         self._ensure_slots(self.tail_len + keys.shape[2])
         slots = self.tail_keys.shape[2]
-        written = 0
-        for span in _ring_slices((self.tail_start + self.tail_len) % slots if slots else 0, keys.shape[2], slots):
-            size = span.stop - span.start
-            self.tail_keys[:, :, span] = keys[:, :, written : written + size].detach()
-            self.tail_values[:, :, span] = values[:, :, written : written + size].detach()
-            written += size
-        self.tail_len += written
+        if keys.shape[2]:
+            slot = (self.tail_start + self.tail_len) % slots
+            extend_ring(keys.detach(), values.detach(), self.tail_keys, self.tail_values, slot, backend=self.backend)
+        self.tail_len += keys.shape[2]
 
     def _ensure_slots(self, needed: int) -> None:
         """Enlarge the ring to hold ``needed`` tokens, up to its full size of window and one block."""
@@ -293,7 +300,7 @@ class KVStore:
             old = getattr(self, name)
             grown = torch.empty(*like.shape[:2], size, like.shape[3], dtype=like.dtype, device=like.device)
             written = 0
-            for span in _ring_slices(self.tail_start, self.tail_len, slots):
+            for span in ring_slices(self.tail_start, self.tail_len, slots):
                 part = old[:, :, span]
                 grown[:, :, written : written + part.shape[2]] = part
                 written += part.shape[2]
@@ -310,14 +317,6 @@ class KVStore:
             if not counts[-1]:
                 counts.pop()
         self.num_blocks = len(counts)
+        self._memo = {}
         self.block_tokens = None if all(tokens == BLOCK_TOKENS for tokens in counts) else counts
 
-
-def _ring_slices(start: int, count: int, slots: int) -> list[slice]:
-    """Return the slots of ``count`` tokens from ``start`` in a ring, as at most two slices."""
-    if not count:
-        return []
-    end = start + count
-    if end <= slots:
-        return [slice(start, end)]
-    return [slice(start, slots), slice(0, end - slots)]

@@ -12,7 +12,7 @@ from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import reference
 from hf_turboquant.ops.backend import Backend, BackendChoice, choose_backend, resolve_backend
 from hf_turboquant.ops.reference import AttendOptions
-from hf_turboquant.ops.view import KVView, VectorCodec, VectorTables
+from hf_turboquant.ops.view import KVView, VectorCodec, VectorTables, ring_slices
 
 __all__ = [
     "AttendOptions",
@@ -24,9 +24,11 @@ __all__ = [
     "attend",
     "choose_backend",
     "dequantize",
+    "extend_ring",
     "materialize",
     "quantize",
     "resolve_backend",
+    "ring_slices",
 ]
 
 TILE_SCORES = 1 << 24
@@ -122,7 +124,11 @@ def attend(
     if choose_backend(backend, query.device, view.keys.format, view.values.format).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
 
-        return triton.attend(query, view, options)
+        table = view.memo.get("block_table")
+        if table is None and triton.needs_block_table(view):
+            table = triton.build_block_table(view.arenas, view.num_blocks, view.block_tokens)
+            view.memo["block_table"] = table
+        return triton.attend(query, view, options, block_table=table)
     return torch.cat([reference.attend(*tile) for tile in _query_tiles(query, view, options)], dim=2)
 
 
@@ -146,6 +152,38 @@ def _query_tiles(
             yield part, replace(view, tail_len=view.tail_len - later), replace(options, is_causal=True)
         else:
             yield part, view, options
+
+
+def extend_ring(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tail_keys: torch.Tensor,
+    tail_values: torch.Tensor,
+    slot: int,
+    *,
+    backend: Backend | str = Backend.AUTO,
+) -> None:
+    """Write new tokens into the rings of exact keys and values, from ``slot`` on and around the end.
+
+    Args:
+        keys: ``(batch, num_kv_heads, new tokens, head_dim)``, at most as many tokens as the ring has slots.
+        values: The same; the last dimension may differ.
+        tail_keys: ``(batch, num_kv_heads, slots, head_dim)``, written in place.
+        tail_values: The same for values.
+        slot: Slot of the first new token.
+        backend: Who copies.
+    """
+    if resolve_backend(backend, keys.device).backend is Backend.TRITON:
+        from hf_turboquant.ops import triton
+
+        triton.append(keys, values, tail_keys, tail_values, slot)
+        return
+    written = 0
+    for span in ring_slices(slot, keys.shape[2], tail_keys.shape[2]):
+        size = span.stop - span.start
+        tail_keys[:, :, span] = keys[:, :, written : written + size]
+        tail_values[:, :, span] = values[:, :, written : written + size]
+        written += size
 
 
 def materialize(view: KVView, *, which: str, backend: Backend | str = Backend.AUTO) -> torch.Tensor:

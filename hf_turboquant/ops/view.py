@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -101,6 +102,7 @@ class KVView:
         tail_values: The same for values.
         tail_start: Slot of the oldest tail token.
         tail_len: Tail tokens; token ``i`` lies in slot ``(tail_start + i) % slots``.
+        memo: What a backend keeps with these arenas and blocks; the store empties it when they change.
     """
 
     keys: VectorCodec
@@ -114,6 +116,7 @@ class KVView:
     tail_values: torch.Tensor
     tail_start: int
     tail_len: int
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def record(self) -> RecordFormat:
@@ -149,11 +152,17 @@ class KVView:
 
     def tail_slices(self) -> list[slice]:
         """Return the ring slots of the tail tokens, oldest first, as one or two slices."""
-        slots = self.tail_keys.shape[-2]
-        end = self.tail_start + self.tail_len
-        if end <= slots:
-            return [slice(self.tail_start, end)] if self.tail_len else []
-        return [slice(self.tail_start, slots), slice(0, end - slots)]
+        return ring_slices(self.tail_start, self.tail_len, self.tail_keys.shape[-2])
+
+
+def ring_slices(start: int, count: int, slots: int) -> list[slice]:
+    """Return the slots of ``count`` tokens from ``start`` in a ring, as at most two slices."""
+    if not count:
+        return []
+    end = start + count
+    if end <= slots:
+        return [slice(start, end)]
+    return [slice(start, slots), slice(0, end - slots)]
 
 
 def dense_view(keys: torch.Tensor, values: torch.Tensor) -> KVView:

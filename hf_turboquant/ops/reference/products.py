@@ -96,24 +96,24 @@ def _levels(
         codes = codes.transpose(2, 3) if rows_first else codes
         return torch.index_select(tables.centroids[index], 0, codes.int().flatten()).view(codes.shape), None
     keys = _table_index(data, section)
-    keys = keys.transpose(2, 3).contiguous() if rows_first else keys
-    levels = torch.index_select(table, 0, keys.flatten()).view(torch.float32)
+    keys = (keys.transpose(2, 3) if rows_first else keys).contiguous().int()
+    levels = torch.index_select(table, 0, keys.view(-1)).view(torch.float32)
     per_key = section.count // keys.shape[-1]
     order = _byte_order(section.count, per_key, packed.device)
     return levels.view(*keys.shape[:-1], section.count), order
 
 
 def _table_index(data: torch.Tensor, section: Section) -> torch.Tensor:
-    """Return ``(..., rows, keys)`` int32 indices into :attr:`VectorTables.byte_tables`.
+    """Return ``(..., rows, keys)`` indices into :attr:`VectorTables.byte_tables`, uint8 or int32.
 
     2 and 4 bits: the byte itself. 3 bits: a byte of the low plane, and above it the four sign bits of its codes.
     """
     rows, count = section.rows, section.count
     if section.bits != 3:
-        return data.reshape(*data.shape[:-1], rows, -1).int()
+        return data.unflatten(-1, (rows, -1))
     low_bytes = plane_row_bytes(count, 2)
-    low = data[..., : rows * low_bytes].reshape(*data.shape[:-1], rows, low_bytes).int()
-    signs = data[..., rows * low_bytes :].reshape(*data.shape[:-1], rows, -1).int()
+    low = data[..., : rows * low_bytes].unflatten(-1, (rows, low_bytes)).int()
+    signs = data[..., rows * low_bytes :].unflatten(-1, (rows, -1)).int()
     # byte j of the sign plane holds the signs of byte j of the low plane at even bits, those of byte j + m at odd bits
     nibbles = _even_bits(data.device)
     high = torch.cat([nibbles[signs], nibbles[signs >> 1]], dim=-1)
