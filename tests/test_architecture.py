@@ -20,7 +20,7 @@ TRANSFORMERS_USERS |= {"bench.py", "cli_generate.py", "lm_eval.py", "loading.py"
 # modules with a public face of their own, used by scripts and the command line beside the names of the package
 PUBLIC_MODULES = {
     f"hf_turboquant.{name}"
-    for name in ("bench", "cli_evals", "cli_run", "doctor", "lm_eval", "loading", "planner", "verify")
+    for name in ("bench", "cli_evals", "cli_generate", "cli_run", "doctor", "lm_eval", "loading", "planner", "verify")
 }
 # scripts and the command line see what users see
 SCRIPTS = sorted([*(ROOT / "evals").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *PACKAGE.glob("cli.py")])

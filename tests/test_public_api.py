@@ -67,7 +67,7 @@ def test_presets_cannot_be_changed():
 def test_import_leaves_out_what_it_does_not_need():
     # torch and transformers may load a module by themselves; only what the package adds counts
     code = (
-        "import sys, torch, transformers.cache_utils\n"
+        "import sys, torch, transformers.cache_utils, transformers.modeling_utils\n"
         "from transformers import DynamicCache, PreTrainedConfig\n"
         "before = set(sys.modules)\n"
         "import hf_turboquant\n"
