@@ -30,7 +30,11 @@ GENERATOR: Final = "hf_turboquant.codebook.write_codebooks/1"
 MAX_SOLVED_HEAD_DIM: Final = 576
 """Largest ``head_dim`` (channels) for which a codebook is found without a path."""
 
-PACKAGED_HEAD_DIMS: Final = (16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 112, 120, 128, 160, 184, 192, 248, 256, 288, 576)
+# fmt: off
+PACKAGED_HEAD_DIMS: Final = (
+    16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 112, 120, 128, 160, 184, 192, 248, 256, 288, 576,
+)
+# fmt: on
 PACKAGED_BITS: Final = (1, 2, 3, 4, 8)
 
 CACHE_VARIABLE: Final = "HF_TURBOQUANT_CACHE"

@@ -18,6 +18,7 @@ UNSAFE_MODEL_TYPES: Final[dict[str, str]] = {
     "bigbird_pegasus": "it computes attention itself but builds its masks for the name",
     "deepseek_v32": "its sparse attention branches on the name",
     "deepseek_v4": "its sparse attention branches on the name",
+    "doge": "it derives masks of its own from those built for the name",
     "git": "it computes attention itself but builds its masks for the name",
     "glm_moe_dsa": "its sparse attention branches on the name",
     "hy_v4": "its sparse attention branches on the name",
@@ -57,9 +58,9 @@ class EnabledAttention:
 def enable(model: PreTrainedModel) -> EnabledAttention:
     """Let the attention of a model call the fused kernels by name.
 
-    A :class:`TurboQuantCache` works without this through sdpa. Under the registered name softcapped, sink-logit and
-    masked multi-token attention read the compressed store too. Calls without a compressed cache go to sdpa. Vision-language models
-    are switched in their text model only.
+    A :class:`TurboQuantCache` works without this through sdpa. Under the registered name, attention with a softcap or
+    sink logits reads the compressed store too. Calls without a compressed cache go to sdpa. Vision-language models are
+    switched in their text model only.
 
     Args:
         model: A transformers model. Changed in place.
@@ -74,8 +75,8 @@ def enable(model: PreTrainedModel) -> EnabledAttention:
     obstacle = attention_obstacle(model)
     if obstacle:
         raise UnsupportedModelError(
-            f"model of type {model.config.model_type!r} cannot use the registered attention: {obstacle}. Leave the model as "
-            "it is: generate(past_key_values=TurboQuantCache(...)) serves it without a registered name"
+            f"model of type {model.config.model_type!r} cannot use the registered attention: {obstacle}. Leave the model "
+            "as it is: generate(past_key_values=TurboQuantCache(...)) serves it without a registered name"
         )
     AttentionInterface.register(NAME, turboquant_attention)
     AttentionMaskInterface.register(NAME, turboquant_mask)

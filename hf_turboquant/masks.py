@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
-from transformers.utils import is_torchdynamo_compiling
+from transformers.utils.import_utils import is_torchdynamo_compiling
 
 
 def turboquant_mask(
@@ -51,14 +51,14 @@ def turboquant_mask(
         # the pattern decides, not allow_is_causal_skip: a cache that can be compiled asks for a mask at every step
         if mask_function is causal_mask_function:
             return None
-        all_in_window = local_size is not None and kv_length <= local_size
-        if all_in_window and q_length == 1 and allow_is_causal_skip:
+        windowed = local_size is not None and q_length == 1 and allow_is_causal_skip
+        if windowed and _sees_oldest(mask_function, q_offset, kv_offset):
             return None
     mask: torch.Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
-        q_offset=q_offset,
+        q_offset=q_offset,  # type: ignore[arg-type]  # a tensor in static caches
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
@@ -68,3 +68,11 @@ def turboquant_mask(
         **kwargs,
     )
     return mask
+
+
+def _sees_oldest(mask_function: Callable[..., Any], q_offset: int | torch.Tensor, kv_offset: int) -> bool:
+    """Say whether a single query sees the oldest key, and so all: windows and chunks hide old keys first."""
+    if isinstance(q_offset, torch.Tensor):
+        return False
+    first = torch.zeros((), dtype=torch.long)
+    return bool(mask_function(first, first, torch.tensor(q_offset), torch.tensor(kv_offset)))

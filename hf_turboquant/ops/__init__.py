@@ -11,8 +11,7 @@ from hf_turboquant.errors import ShapeError
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import reference
 from hf_turboquant.ops.backend import Backend, BackendChoice, choose_backend, resolve_backend
-from hf_turboquant.ops.reference import AttendOptions
-from hf_turboquant.ops.view import KVView, VectorCodec, VectorTables, ring_slices
+from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec, VectorTables, ring_slices
 
 __all__ = [
     "AttendOptions",

@@ -8,11 +8,9 @@ from __future__ import annotations
 from hf_turboquant.ops.reference.attention import attend
 from hf_turboquant.ops.reference.basis import rotate, unrotate
 from hf_turboquant.ops.reference.codec import dequantize, quantize
-from hf_turboquant.ops.reference.masks import AttendOptions
 from hf_turboquant.ops.reference.products import block_scores, block_values
 
 __all__ = [
-    "AttendOptions",
     "attend",
     "block_scores",
     "block_values",

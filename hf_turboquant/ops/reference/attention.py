@@ -9,9 +9,9 @@ import torch
 
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops.reference.basis import rotate, unrotate
-from hf_turboquant.ops.reference.masks import AttendOptions, MaskReader
+from hf_turboquant.ops.reference.masks import MaskReader
 from hf_turboquant.ops.reference.products import block_scores, block_values
-from hf_turboquant.ops.view import KVView
+from hf_turboquant.ops.view import AttendOptions, KVView
 
 CHUNK_BLOCKS = 16
 """Blocks dequantized at a time by :func:`attend`: 2048 tokens."""

@@ -2,32 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
 import torch
 
-from hf_turboquant.ops.view import KVView
-
-
-@dataclass(frozen=True)
-class AttendOptions:
-    """Everything but tensors of the store that changes the result of attention.
-
-    Attributes:
-        scaling: Factor of the query-key products.
-        mask: None, or bool (True = may attend) or additive float, ``(batch | 1, num_q_heads | 1, q_len | 1, seq_len)``.
-        is_causal: With no mask, query ``i`` sees key ``j <= i + seq_len - q_len``.
-        sliding_window: With no mask, keys further back than this many tokens are hidden.
-        softcap: ``softcap * tanh(score / softcap)`` before the mask.
-        sink_logits: ``(num_q_heads,)``, one more logit in every softmax that carries no value.
-    """
-
-    scaling: float
-    mask: torch.Tensor | None = None
-    is_causal: bool = False
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sink_logits: torch.Tensor | None = None
+from hf_turboquant.ops.view import AttendOptions, KVView
 
 
 class MaskReader:

@@ -110,14 +110,14 @@ def _table_index(data: torch.Tensor, section: Section) -> torch.Tensor:
     """
     rows, count = section.rows, section.count
     if section.bits != 3:
-        return data.unflatten(-1, (rows, -1))
+        return data.reshape(*data.shape[:-1], rows, -1)
     low_bytes = plane_row_bytes(count, 2)
     low = data[..., : rows * low_bytes].unflatten(-1, (rows, low_bytes)).int()
     signs = data[..., rows * low_bytes :].unflatten(-1, (rows, -1)).int()
     # byte j of the sign plane holds the signs of byte j of the low plane at even bits, those of byte j + m at odd bits
     nibbles = _even_bits(data.device)
     high = torch.cat([nibbles[signs], nibbles[signs >> 1]], dim=-1)
-    return low + high
+    return torch.add(low, high)
 
 
 @lru_cache(maxsize=8)
