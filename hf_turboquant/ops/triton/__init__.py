@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from hf_turboquant.ops.triton.attend import (
+from hf_turboquant.ops.triton.append_kernel import append
+from hf_turboquant.ops.triton.attend_launch import (
     AttendResult,
     BlockTable,
-    attend,
-    attend_with_lse,
+    attend_portable,
     build_block_table,
     merge_results,
     needs_block_table,
 )
-from hf_turboquant.ops.triton.dequantize import dequantize
-from hf_turboquant.ops.triton.quantize import quantize
+from hf_turboquant.ops.triton.dequantize_kernel import dequantize
+from hf_turboquant.ops.triton.dispatch import attend, attend_with_lse, fast_obstacle
+from hf_turboquant.ops.triton.quantize_kernel import quantize
 
 __all__ = [
     "AttendResult",
     "BlockTable",
+    "append",
     "attend",
+    "attend_portable",
     "attend_with_lse",
     "build_block_table",
     "dequantize",
+    "fast_obstacle",
     "merge_results",
     "needs_block_table",
     "quantize",

@@ -18,9 +18,9 @@ def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def matmul_precision(device: torch.device, dtype: torch.dtype) -> str:
+def matmul_precision(dtype: torch.dtype) -> str:
     """Return the ``input_precision`` that keeps float32 products float32."""
-    return "tf32x3" if dtype == torch.float32 and device.type == "cuda" and not interpreting() else "ieee"
+    return "tf32x3" if dtype == torch.float32 and not interpreting() else "ieee"
 
 
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
@@ -31,6 +31,11 @@ def product_dtype(dtype: torch.dtype) -> tl.dtype:
     if interpreting() or dtype == torch.float32:
         return tl.float32
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+def can_permute(dtype: tl.dtype) -> bool:
+    """Whether centroids of ``dtype`` can be looked up with NVIDIA's byte permutation."""
+    return dtype == tl.float16 and not interpreting() and torch.version.hip is None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hf_turboquant.ops.triton.permute import lookup_by_permutation, shift_bytes
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST_BIAS = tl.constexpr(-3.0e38)
 
@@ -59,20 +61,72 @@ def round_to(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_table(centroids_ptr, BITS: tl.constexpr):
-    """Load what :func:`lookup` needs of a symmetric codebook: its positive half, or the step of a uniform one."""
+def load_table(centroids_ptr, BITS: tl.constexpr, PERMUTE: tl.constexpr):
+    """Load what :func:`lookup` needs of a symmetric codebook: its positive half, or 128 steps of a uniform one."""
     table = ()
     if BITS == 8:
-        # uniform: the last of 256 levels is 127.5 steps
-        table = table + (tl.load(centroids_ptr + 255) / 127.5,)
-    elif BITS > 0:
+        # uniform, and the last of 256 levels is 127.5 steps
+        table = table + (tl.load(centroids_ptr + 255) * (128 / 127.5),)
+    else:
         for index in tl.static_range(1 << (BITS - 1)):
             table = table + (tl.load(centroids_ptr + (1 << (BITS - 1)) + index),)
+        table = prepare_table(table, BITS, PERMUTE)
     return table
 
 
 @triton.jit
-def lookup(packed, signs, table, BITS: tl.constexpr, SHIFT: tl.constexpr, SIGN_SHIFT: tl.constexpr, DTYPE: tl.constexpr):
+def prepare_table(magnitudes, BITS: tl.constexpr, PERMUTE: tl.constexpr):
+    """Bring the positive centroids, ascending, to the form :func:`lookup` reads.
+
+    For ``PERMUTE`` that is the high and the low bytes of float16 values, four to a word, in the order of the folded
+    codes; of 3 and 4 bits only the negative half, whose sign a positive code flips.
+    """
+    if not PERMUTE:
+        table = magnitudes
+    elif BITS == 1:
+        word = _half_word(magnitudes[0])
+        table = (_pack_bytes(word ^ 0x8000, word, 0, 0, 8), _pack_bytes(word ^ 0x8000, word, 0, 0, 0))
+    elif BITS == 2:
+        low = _half_word(magnitudes[0])
+        high = _half_word(magnitudes[1])
+        table = (
+            _pack_bytes(low ^ 0x8000, high ^ 0x8000, low, high, 8),
+            _pack_bytes(low ^ 0x8000, high ^ 0x8000, low, high, 0),
+        )
+    else:
+        words = ()
+        for index in tl.static_range(1 << (BITS - 1)):
+            words = words + (_half_word(magnitudes[index]) ^ 0x8000,)
+        table = (
+            _pack_bytes(words[0], words[1], words[2], words[3], 8),
+            _pack_bytes(words[0], words[1], words[2], words[3], 0),
+        )
+        if BITS == 4:
+            table = table + (
+                _pack_bytes(words[4], words[5], words[6], words[7], 8),
+                _pack_bytes(words[4], words[5], words[6], words[7], 0),
+            )
+    return table
+
+
+@triton.jit
+def _half_word(value):
+    """Return the bits of a value as float16, in an int32."""
+    return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _pack_bytes(first, second, third, fourth, SHIFT: tl.constexpr):
+    """Return the bytes at ``SHIFT`` of four words as one word."""
+    low = ((first >> SHIFT) & 255) | (((second >> SHIFT) & 255) << 8)
+    return low | (((third >> SHIFT) & 255) << 16) | (((fourth >> SHIFT) & 255) << 24)
+
+
+@triton.jit
+def lookup(
+    packed, signs, table,
+    BITS: tl.constexpr, SHIFT: tl.constexpr, SIGN_SHIFT: tl.constexpr, DTYPE: tl.constexpr, PERMUTE: tl.constexpr,
+):  # fmt: skip
     """Turn the codes at bit ``SHIFT`` of packed bytes into centroids.
 
     Args:
@@ -83,12 +137,15 @@ def lookup(packed, signs, table, BITS: tl.constexpr, SHIFT: tl.constexpr, SIGN_S
         SHIFT: Position of the code in its byte.
         SIGN_SHIFT: Position of the high bit in its byte.
         DTYPE: Type of the result.
+        PERMUTE: Look up by byte permutation (NVIDIA, float16); else by selection, which runs anywhere.
 
     Returns:
-        Centroids in ``DTYPE``.
+        Centroids in ``DTYPE``; for 8 bits divided by ``table[0]``, 128 steps, so that they are exact.
     """
-    if BITS == 8:
-        levels = ((packed.to(tl.float32) - 127.5) * table[0]).to(DTYPE)
+    if PERMUTE:
+        levels = lookup_by_permutation(packed, signs, table, BITS, SHIFT, SIGN_SHIFT)
+    elif BITS == 8:
+        levels = ((packed.to(tl.float32) - 127.5) * 0.0078125).to(DTYPE)
     else:
         word = packed.to(tl.int32)
         if BITS == 3:
@@ -109,6 +166,16 @@ def lookup(packed, signs, table, BITS: tl.constexpr, SHIFT: tl.constexpr, SIGN_S
                 magnitude = tl.where((word & (4 << SHIFT)) != 0, upper, magnitude)
         levels = tl.where(negative, -magnitude, magnitude)
     return levels
+
+
+@triton.jit
+def align_signs(signs, halves, PERMUTE: tl.constexpr):
+    """Shift bytes of the plane of high bits right where ``halves`` is 1: two bytes of low bits share each of them."""
+    if PERMUTE:
+        aligned = shift_bytes(signs, tl.broadcast_to(halves.to(tl.uint8), signs.shape))
+    else:
+        aligned = signs.to(tl.int32) >> halves
+    return aligned
 
 
 @triton.jit

@@ -127,6 +127,16 @@ class VectorTraits:
         return max(next_power_of_2(self.head_dim), 16)
 
     @property
+    def first(self) -> GroupTraits:
+        """The first group; one that is never read where there is none."""
+        return self.groups[0] if self.groups else GroupTraits(0, 0, 8, 1, 0, 8, 8)
+
+    @property
+    def second(self) -> GroupTraits:
+        """The second group; one that is never read where there is none."""
+        return self.groups[1] if len(self.groups) == 2 else self.first
+
+    @property
     def sign_traits(self) -> GroupTraits:
         """The sign section of ``prod``, seen as a group of 1-bit codes over all channels."""
         return GroupTraits(0, 0, self.head_dim, 1, self.signs, BLOCK_TOKENS, self.head_dim)

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops.triton.attend_kernel import attend_kernel
-from hf_turboquant.ops.triton.combine import combine_kernel, rotate_query_kernel
+from hf_turboquant.ops.triton.combine_kernel import combine_kernel, rotate_query_kernel
 from hf_turboquant.ops.triton.launch import (
     AttendLaunch,
     attend_launch,
+    can_permute,
     choose_splits,
     device_limits,
     device_of,
     matmul_precision,
     product_dtype,
 )
-from hf_turboquant.ops.triton.traits import VectorTraits, next_power_of_2, traits_of
-from hf_turboquant.ops.view import KVView, VectorTables
+from hf_turboquant.ops.triton.traits import VectorTraits, traits_of
+from hf_turboquant.ops.view import AttendOptions, KVView, VectorTables
 
 _LOG2E = 1.4426950408889634
-
-
-class AttendSettings(Protocol):
-    """What :func:`attend` reads of its options; ``hf_turboquant.ops.AttendOptions`` says what each means."""
-
-    scaling: float
-    mask: torch.Tensor | None
-    is_causal: bool
-    sliding_window: int | None
-    softcap: float | None
-    sink_logits: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -93,31 +83,6 @@ def needs_block_table(view: KVView) -> bool:
     return view.num_blocks > 0 and (view.block_tokens is not None or view.num_blocks > view.arenas[0].shape[0])
 
 
-def attend(
-    query: torch.Tensor, view: KVView, options: AttendSettings, *, block_table: BlockTable | None = None
-) -> torch.Tensor:
-    """Attend over the stored tokens of one layer.
-
-    Args:
-        query: ``(batch, num_q_heads, q_len, head_dim)``, any strides; the query heads of a KV head are adjacent.
-        view: Stored tokens.
-        options: Scaling, mask and their kin.
-        block_table: Table of the view's blocks if the caller keeps one; built here where it is needed and not given.
-
-    Returns:
-        ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``. Rows that may attend to nothing are zero.
-    """
-    return _attend(query, view, options, block_table, None)
-
-
-def attend_with_lse(
-    query: torch.Tensor, view: KVView, options: AttendSettings, *, block_table: BlockTable | None = None
-) -> AttendResult:
-    """Attend as :func:`attend`, and return what :func:`merge_results` needs to join it with other tokens."""
-    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    return AttendResult(_attend(query, view, options, block_table, lse), lse)
-
-
 def merge_results(first: AttendResult, second: AttendResult) -> AttendResult:
     """Join attention over two disjoint sets of tokens of the same sequence.
 
@@ -151,13 +116,26 @@ class _Plan:
         return self.packed_splits + self.exact_splits
 
 
-def _attend(
+def attend_portable(
     query: torch.Tensor,
     view: KVView,
-    options: AttendSettings,
-    block_table: BlockTable | None,
-    lse: torch.Tensor | None,
+    options: AttendOptions,
+    *,
+    block_table: BlockTable | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """Attend over the stored tokens of one layer with the kernel that runs everywhere and serves every option.
+
+    Args:
+        query: ``(batch, num_q_heads, q_len, head_dim)``, any strides; the query heads of a KV head are adjacent.
+        view: Stored tokens.
+        options: Scaling, mask and their kin.
+        block_table: Table of the view's blocks if the caller keeps one; built here where it is needed and not given.
+        lse: ``(batch, num_q_heads, q_len)`` float32, filled with the logarithm of the sum of the exponentials.
+
+    Returns:
+        ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``. Rows that may attend to nothing are zero.
+    """
     batch, num_q_heads, q_len, _ = query.shape
     out = query.new_empty(batch, num_q_heads, q_len, view.values.format.head_dim)
     if not out.numel():
@@ -176,7 +154,7 @@ def _attend(
     return out
 
 
-def _plan(query: torch.Tensor, view: KVView, options: AttendSettings) -> _Plan:
+def _plan(query: torch.Tensor, view: KVView, options: AttendOptions) -> _Plan:
     batch, num_q_heads, q_len, _ = query.shape
     keys, values = traits_of(view.keys.format), traits_of(view.values.format)
     num_rows = num_q_heads // view.num_kv_heads * q_len
@@ -223,13 +201,13 @@ def _code_dtype(query: torch.Tensor) -> tl.dtype:
 _TORCH_DTYPES = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
-def _score_scaling(options: AttendSettings) -> float:
+def _score_scaling(options: AttendOptions) -> float:
     """Return the factor of query-key products: scores are kept in the domain of exp2 except before a softcap."""
     return options.scaling if options.softcap is not None else options.scaling * _LOG2E
 
 
 def _rotate_query(
-    query: torch.Tensor, view: KVView, options: AttendSettings, plan: _Plan
+    query: torch.Tensor, view: KVView, options: AttendOptions, plan: _Plan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rotated and the projected queries, ``(batch, heads, rows, head_dim)``; the query where unused."""
     if not plan.packed_splits:
@@ -265,7 +243,7 @@ def _launch_attend(
     rot_query: torch.Tensor,
     sign_query: torch.Tensor,
     view: KVView,
-    options: AttendSettings,
+    options: AttendOptions,
     block_table: BlockTable | None,
     plan: _Plan,
     partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -299,7 +277,8 @@ def _launch_attend(
         K=plan.keys, V=plan.values, KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes,
         ROWS=launch.rows, TOKENS=_packed_step(plan), EXACT_TOKENS=launch.exact_tokens, NUM_STAGES=launch.num_stages,
         KEY_DTYPE=_key_dtype(view, query), VALUE_DTYPE=_value_dtype(view, query),
-        EXACT_DTYPE=product_dtype(view.tail_keys.dtype), PRECISION=matmul_precision(query.device, query.dtype),
+        EXACT_DTYPE=product_dtype(view.tail_keys.dtype), PRECISION=matmul_precision(query.dtype),
+        PERMUTE=can_permute(_code_dtype(query)),
         MASK=mask_kind, CAUSAL_BLOCKS=causal and packed_end > view.seq_len - q_len + 1, CAUSAL_EXACT=causal,
         WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=use_table,
         num_warps=launch.num_warps,
@@ -321,7 +300,7 @@ def _packed_step(plan: _Plan) -> int:
     return min([plan.launch.packed_tokens, *(group.row_bytes for group in plan.values.groups)])
 
 
-def _mask_arguments(options: AttendSettings, absent: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, ...]]:
+def _mask_arguments(options: AttendOptions, absent: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, ...]]:
     """Return the kind of the mask, the mask, and its strides with 0 where it broadcasts."""
     mask = options.mask
     if mask is None:
@@ -339,7 +318,7 @@ def _launch_combine(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     view: KVView,
-    options: AttendSettings,
+    options: AttendOptions,
     plan: _Plan,
     partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
@@ -350,7 +329,7 @@ def _launch_combine(
         *partials, *_matrices(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, out if lse is None else lse,
         heads, num_q_heads // heads, q_len, plan.packed_splits if rotated else 0, plan.num_splits,
-        HEAD_DIM=head_dim, HEAD_DIM_PAD=plan.values.head_dim_pad, SPLITS=next_power_of_2(max(plan.num_splits, 1)),
+        HEAD_DIM=head_dim, HEAD_DIM_PAD=plan.values.head_dim_pad,
         TILE=16, COLUMNS=min(32, plan.values.head_dim_pad), HAS_ORDER=tables.channel_order is not None,
         SINK_LOGITS=options.sink_logits is not None, LSE=lse is not None, num_warps=4,
     )  # fmt: skip

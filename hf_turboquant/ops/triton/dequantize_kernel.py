@@ -18,10 +18,9 @@ from hf_turboquant.ops.view import VectorCodec
 
 
 @triton.jit
-def _group_vectors(
-    part_ptr, centroids_ptr, tokens, channels, F: tl.constexpr, G: tl.constexpr
-):
+def _group_vectors(part_ptr, centroids_ptr, tokens, channels, F: tl.constexpr, G: tl.constexpr):
     """Return ``norms * centroids[codes]`` ``[tokens, channels]``; 0 for channels of other groups."""
+    NORM: tl.constexpr = F.norm_dtype
     inside = (channels >= G.start) & (channels < G.start + G.size)
     local = tl.where(inside, channels - G.start, 0)
     mask = inside[None, :] & (tokens >= 0)[:, None]
@@ -30,7 +29,7 @@ def _group_vectors(
     else:
         codes = load_codes(part_ptr, tokens[:, None], local[None, :], mask, G)
     levels = tl.load(centroids_ptr + codes, mask=mask, other=0.0)
-    return levels * load_as_float(part_ptr + F.norms, G.index * 128 + tokens, tokens >= 0, F.norm_dtype)[:, None]
+    return levels * load_as_float(part_ptr + F.norms, G.index * 128 + tokens, tokens >= 0, NORM)[:, None]
 
 
 @triton.jit
@@ -39,6 +38,11 @@ def dequantize_kernel(
     F: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write ``(records, 128, head_dim)``. Grid: ``(records, 128 / TOKENS)``."""
+    NORM: tl.constexpr = F.norm_dtype
+    EXACT: tl.constexpr = F.exact_dtype
+    G0: tl.constexpr = F.first
+    G1: tl.constexpr = F.second
+    SIGNS: tl.constexpr = F.sign_traits
     pid_record = tl.program_id(0).to(tl.int64)
     part_ptr = packed_ptr + pid_record * stride_record
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -47,24 +51,25 @@ def dequantize_kernel(
     mask = there[None, :] & (tokens >= 0)[:, None]
     offsets = tokens[:, None] * F.head_dim + channels[None, :]
     if F.kind == "exact":
-        vectors = load_as_float(part_ptr + F.exact, offsets, mask, F.exact_dtype)
+        vectors = load_as_float(part_ptr + F.exact, offsets, mask, EXACT)
     else:
-        vectors = _group_vectors(part_ptr, centroids0_ptr, tokens, channels, F, F.groups[0])
+        vectors = _group_vectors(part_ptr, centroids0_ptr, tokens, channels, F, G0)
         if F.num_groups == 2:
-            vectors += _group_vectors(part_ptr, centroids1_ptr, tokens, channels, F, F.groups[1])
+            vectors += _group_vectors(part_ptr, centroids1_ptr, tokens, channels, F, G1)
         if F.kind == "prod":
-            signed = tl.zeros([TOKENS, F.head_dim_pad], tl.float32)
+            PAD: tl.constexpr = F.head_dim_pad
+            signed = tl.zeros([TOKENS, PAD], tl.float32)
             for start in range(0, F.head_dim, BLOCK_K):
                 sums = start + tl.arange(0, BLOCK_K)
                 mask_sums = sums < F.head_dim
-                codes = load_codes(part_ptr, tokens[:, None], sums[None, :], mask_sums[None, :], F.sign_traits)
+                codes = load_codes(part_ptr, tokens[:, None], sums[None, :], mask_sums[None, :], SIGNS)
                 matrix = tl.load(
                     projection_ptr + sums[:, None] * F.head_dim + channels[None, :],
                     mask=mask_sums[:, None] & there[None, :],
                     other=0.0,
                 )
                 signed = tl.dot(codes.to(tl.float32) * 2.0 - 1.0, matrix, signed, input_precision=PRECISION)
-            norms = load_as_float(part_ptr + F.residual_norms, tokens, tokens >= 0, F.norm_dtype)
+            norms = load_as_float(part_ptr + F.residual_norms, tokens, tokens >= 0, NORM)
             vectors += signed * (norms * projection_scale)[:, None]
         if F.centered:
             vectors += load_as_float(part_ptr + F.mean, channels, there, "bf16")[None, :]
@@ -82,9 +87,7 @@ def dequantize(packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
         ``(..., 128, head_dim)`` float32. For ``exact`` the vectors as stored, not rotated.
     """
     traits, tables = traits_of(codec.format), codec.tables
-    out = torch.empty(
-        *packed.shape[:-1], BLOCK_TOKENS, traits.head_dim, dtype=torch.float32, device=packed.device
-    )
+    out = torch.empty(*packed.shape[:-1], BLOCK_TOKENS, traits.head_dim, dtype=torch.float32, device=packed.device)
     if not out.numel():
         return out
     records = packed.reshape(-1, packed.shape[-1])
@@ -96,6 +99,6 @@ def dequantize(packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
         dequantize_kernel[(records.shape[0], BLOCK_TOKENS // tokens)](
             records, *centroids, out if tables.projection is None else tables.projection, out,
             records.stride(0), tables.projection_scale,
-            F=traits, TOKENS=tokens, BLOCK_K=16, PRECISION=matmul_precision(packed.device, torch.float32), num_warps=4,
+            F=traits, TOKENS=tokens, BLOCK_K=16, PRECISION=matmul_precision(torch.float32), num_warps=4,
         )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from hf_turboquant.errors import ValueRangeError
 from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
 from hf_turboquant.ops.triton.launch import device_of, matmul_precision, quantize_launch
 from hf_turboquant.ops.triton.primitives import fold, round_to, store_rounded, take_columns
-from hf_turboquant.ops.triton.traits import VectorTraits, traits_of
+from hf_turboquant.ops.triton.traits import traits_of
 from hf_turboquant.ops.view import VectorCodec, VectorTables
 
 _NOT_FINITE = 1
@@ -77,7 +77,9 @@ def _bucketize(unit, boundaries_ptr, centroids_ptr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_plane(part_ptr, codes, G: tl.constexpr, PLANE_SHIFT: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr):
+def _store_plane(
+    part_ptr, codes, G: tl.constexpr, PLANE_SHIFT: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr
+):
     """Pack one plane of folded codes ``[128, columns]`` along the channels and store it."""
     PARTS: tl.constexpr = 8 // WIDTH
     PAD: tl.constexpr = WIDTH * G.eighth_pad
@@ -122,9 +124,10 @@ def _store_codes(part_ptr, codes, G: tl.constexpr, TRANSPOSED: tl.constexpr):
 @triton.jit
 def _store_norms(part_ptr, norms, OFFSET: tl.constexpr, F: tl.constexpr):
     """Store ``[128]`` norms rounded; return them as float32, and 2 if one does not fit."""
-    rounded = round_to(norms, F.norm_dtype)
+    NORM: tl.constexpr = F.norm_dtype
+    rounded = round_to(norms, NORM)
     tokens = tl.arange(0, 128)
-    store_rounded(part_ptr + OFFSET, tokens, rounded, tokens >= 0, F.norm_dtype)
+    store_rounded(part_ptr + OFFSET, tokens, rounded, tokens >= 0, NORM)
     return rounded, tl.max((norms > F.norm_limit).to(tl.int32), 0) * 2
 
 
@@ -163,7 +166,8 @@ def _project(
 ):  # fmt: skip
     """Add ``residual @ projection.T`` of one group to ``[128, columns of all channels]``."""
     SLICE: tl.constexpr = min(BLOCK_K, 8 * G.eighth_pad)
-    targets, there = _group_channels(F.sign_traits)
+    SIGNS: tl.constexpr = F.sign_traits
+    targets, there = _group_channels(SIGNS)
     for index in range(8 * G.eighth_pad // SLICE):
         part = take_columns(residual, index, 128, 8 * G.eighth_pad, SLICE)
         columns = index * SLICE + tl.arange(0, SLICE)
@@ -179,9 +183,11 @@ def _project(
 @triton.jit
 def _store_exact(x_ptr, stride_token, stride_channel, part_ptr, F: tl.constexpr, BLOCK_T: tl.constexpr):
     """Copy the vectors of the block; return 1 if one was not finite."""
+    EXACT: tl.constexpr = F.exact_dtype
     channels = tl.arange(0, F.head_dim_pad)
     there = channels < F.head_dim
-    strange = tl.zeros([BLOCK_T, F.head_dim_pad], tl.int32)
+    PAD: tl.constexpr = F.head_dim_pad
+    strange = tl.zeros([BLOCK_T, PAD], tl.int32)
     for start in range(0, 128, BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
         offsets = tokens.to(tl.int64)[:, None] * stride_token + channels.to(tl.int64)[None, :] * stride_channel
@@ -189,7 +195,7 @@ def _store_exact(x_ptr, stride_token, stride_channel, part_ptr, F: tl.constexpr,
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         strange |= ((x - x) != 0.0).to(tl.int32)
         offsets = tokens[:, None] * F.head_dim + channels[None, :]
-        store_rounded(part_ptr + F.exact, offsets, round_to(x, F.exact_dtype), mask, F.exact_dtype)
+        store_rounded(part_ptr + F.exact, offsets, round_to(x, EXACT), mask, EXACT)
     return tl.max(tl.max(strange, 1), 0)
 
 
@@ -200,28 +206,31 @@ def _quantize_vectors(
     F: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write one part of a record and report faults."""
+    G0: tl.constexpr = F.first
+    G1: tl.constexpr = F.second
+    SIGNS: tl.constexpr = F.sign_traits
     if F.kind == "exact":
         fault = _store_exact(x_ptr, stride_token, stride_channel, part_ptr, F, 16)
     else:
         residual, fault = _quantize_group(
             x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, centroids0_ptr, boundaries0_ptr, part_ptr,
-            F, F.groups[0], HAS_ORDER, BLOCK_K, PRECISION,
+            F, G0, HAS_ORDER, BLOCK_K, PRECISION,
         )  # fmt: skip
         if F.kind == "prod":
-            projected = tl.zeros([128, 8 * F.sign_traits.eighth_pad], tl.float32)
-            projected = _project(residual, projected, projection_ptr, F, F.groups[0], BLOCK_K, PRECISION)
+            projected = tl.zeros([128, 8 * SIGNS.eighth_pad], tl.float32)
+            projected = _project(residual, projected, projection_ptr, F, G0, BLOCK_K, PRECISION)
             square = tl.sum(residual * residual, 1)
         if F.num_groups == 2:
             residual1, fault1 = _quantize_group(
                 x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, centroids1_ptr, boundaries1_ptr,
-                part_ptr, F, F.groups[1], HAS_ORDER, BLOCK_K, PRECISION,
+                part_ptr, F, G1, HAS_ORDER, BLOCK_K, PRECISION,
             )  # fmt: skip
             fault |= fault1
             if F.kind == "prod":
-                projected = _project(residual1, projected, projection_ptr, F, F.groups[1], BLOCK_K, PRECISION)
+                projected = _project(residual1, projected, projection_ptr, F, G1, BLOCK_K, PRECISION)
                 square += tl.sum(residual1 * residual1, 1)
         if F.kind == "prod":
-            _store_codes(part_ptr, (projected >= 0.0).to(tl.int32), F.sign_traits, False)
+            _store_codes(part_ptr, (projected >= 0.0).to(tl.int32), SIGNS, False)
             _, overflow = _store_norms(part_ptr, tl.sqrt_rn(square), F.residual_norms, F)
             fault |= overflow
     if fault != 0:
@@ -301,7 +310,7 @@ def quantize(
             K=key_traits, V=value_traits, KEY_BYTES=key_codec.format.nbytes, RECORD_BYTES=out.shape[-1],
             KEY_ORDER=key_codec.tables.channel_order is not None,
             VALUE_ORDER=value_codec.tables.channel_order is not None,
-            BLOCK_K=launch.block_k, PRECISION=matmul_precision(keys.device, torch.float32),
+            BLOCK_K=launch.block_k, PRECISION=matmul_precision(torch.float32),
             num_warps=launch.num_warps, num_stages=launch.num_stages,
         )  # fmt: skip
     if check:

@@ -41,7 +41,9 @@ def rotate_query_kernel(
             source = sums.to(tl.int64)
             if HAS_ORDER:
                 source = tl.load(order_ptr + head * K.head_dim + sums, mask=mask_sums, other=0)
-            query = tl.load(row_ptrs[:, None] + source[None, :], mask=mask_rows[:, None] & mask_sums[None, :], other=0.0)
+            query = tl.load(
+                row_ptrs[:, None] + source[None, :], mask=mask_rows[:, None] & mask_sums[None, :], other=0.0
+            )
             offsets = sums[:, None] * K.head_dim + columns[None, :]
             matrix = tl.load(
                 rotation_ptr + offsets, mask=mask_sums[:, None] & (columns < K.head_dim)[None, :], other=0.0
@@ -82,10 +84,34 @@ def _merge(
 
 
 @triton.jit
+def _highest_peak(peak_ptr, row_index, row_stride, num_splits, TILE: tl.constexpr):
+    """Return the largest peak of a row over all splits."""
+    highest = tl.full([TILE], -float("inf"), tl.float32)
+    for first in range(0, num_splits, TILE):
+        splits = first + tl.arange(0, TILE)
+        index = row_index + splits.to(tl.int64) * row_stride
+        highest = tl.maximum(highest, tl.load(peak_ptr + index, mask=splits < num_splits, other=-float("inf")))
+    return tl.max(highest, 0)
+
+
+@triton.jit
+def _merge_totals(total_ptr, peak_ptr, base, row_index, row_stride, num_splits, TILE: tl.constexpr):
+    """Return the sum of the totals of a row, each brought to the common peak."""
+    merged = tl.zeros([TILE], tl.float32)
+    for first in range(0, num_splits, TILE):
+        splits = first + tl.arange(0, TILE)
+        there = splits < num_splits
+        index = row_index + splits.to(tl.int64) * row_stride
+        weight = tl.exp2(tl.load(peak_ptr + index, mask=there, other=-float("inf")) - base)
+        merged += tl.load(total_ptr + index, mask=there, other=0.0) * weight
+    return tl.sum(merged, 0)
+
+
+@triton.jit(do_not_specialize=["rotated_splits", "num_splits"])
 def combine_kernel(
     partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
     num_heads, group_size, q_len, rotated_splits, num_splits,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one query row and write it. Grid: ``(rows of a KV head, batch * heads)``.
@@ -96,17 +122,13 @@ def combine_kernel(
     pid_batch_head = tl.program_id(1).to(tl.int64)
     num_rows = group_size * q_len
     row_index = pid_batch_head * num_splits * num_rows + pid_row
-    splits = tl.arange(0, SPLITS)
-    there = splits < num_splits
-    index = row_index + splits.to(tl.int64) * num_rows
-    peaks = tl.load(peak_ptr + index, mask=there, other=-float("inf"))
-    peak = tl.max(peaks, 0)
+    peak = _highest_peak(peak_ptr, row_index, num_rows, num_splits, 128)
     query_head = pid_batch_head * group_size + pid_row // q_len
     if SINK_LOGITS:
         logit = tl.load(sink_logits_ptr + query_head % (num_heads * group_size)).to(tl.float32) * LOG2E
         peak = tl.maximum(peak, logit)
     base = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.sum(tl.load(total_ptr + index, mask=there, other=0.0) * tl.exp2(peaks - base), 0)
+    total = _merge_totals(total_ptr, peak_ptr, base, row_index, num_rows, num_splits, 128)
     if SINK_LOGITS:
         total += tl.exp2(logit - base)
     divisor = tl.where(total == 0.0, 1.0, total)

@@ -1,0 +1,244 @@
+"""Pieces of attend: query operands, scores of a tile of keys, and weighted sums of a tile of values."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hf_turboquant.ops.triton.primitives import align_signs, load_as_float, lookup, mask_scores, update_softmax
+
+# queries
+
+
+@triton.jit
+def load_query(
+    base_ptr, row_offsets, mask_rows, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return channels ``[START, START + SIZE)`` of the query rows as ``[PAD, rows]``; 0 where there is none."""
+    channels = tl.arange(0, PAD)
+    mask = (channels < SIZE)[:, None] & mask_rows[None, :]
+    return tl.load(base_ptr + row_offsets[None, :] + START + channels[:, None], mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def load_query_parts(base_ptr, row_offsets, mask_rows, G: tl.constexpr, DTYPE: tl.constexpr):
+    """Return one ``[row_bytes_pad, rows]`` operand for each code of a byte of group ``G``."""
+    PARTS: tl.constexpr = G.parts
+    parts = ()
+    for part in tl.static_range(PARTS):
+        operand = load_query(
+            base_ptr, row_offsets, mask_rows, G.start + part * G.row_bytes, G.row_bytes, G.row_bytes_pad, DTYPE
+        )
+        parts = parts + (operand,)
+    return parts
+
+
+@triton.jit
+def score_mean(part_ptr, parts, F: tl.constexpr, G: tl.constexpr):
+    """Return the products of the queries with the mean of the block over group ``G``, ``[rows]``."""
+    PARTS: tl.constexpr = G.parts
+    channels = tl.arange(0, G.row_bytes_pad)
+    for part in tl.static_range(PARTS):
+        mask = channels < G.row_bytes
+        mean = load_as_float(part_ptr + F.mean, G.start + part * G.row_bytes + channels, mask, "bf16")
+        product = tl.sum(parts[part].to(tl.float32) * mean[:, None], 0)
+        if part == 0:
+            scores = product
+        else:
+            scores += product
+    return scores
+
+
+# packed blocks
+
+
+@triton.jit
+def _group_scores(
+    part_ptr, tokens, parts, table,
+    G: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the products of ``TOKENS`` keys of a block with the queries over group ``G``, without norms."""
+    columns = tl.arange(0, G.row_bytes_pad)
+    mask = ((columns < G.row_bytes) & (columns >= 0))[None, :]
+    packed = tl.load(part_ptr + G.codes + tokens[:, None] * G.row_bytes + columns[None, :], mask=mask, other=0)
+    signs = packed
+    if G.bits == 3:
+        # the byte of the high bits is shared by two bytes of low bits; moved so that both read the same bit
+        offsets = tokens[:, None] * G.sign_row_bytes + (columns % G.sign_row_bytes)[None, :]
+        signs = tl.load(part_ptr + G.sign_codes + offsets, mask=mask, other=0)
+        signs = align_signs(signs, (columns // G.sign_row_bytes)[None, :], PERMUTE)
+    PARTS: tl.constexpr = G.parts
+    scores = tl.zeros([TOKENS, ROWS], tl.float32)
+    for part in tl.static_range(PARTS):
+        levels = lookup(packed, signs, table, G.bits, part * G.width, 2 * part, DTYPE, PERMUTE)
+        scores = tl.dot(levels, parts[part], scores, input_precision=PRECISION)
+    if G.bits == 8:
+        scores *= table[0]
+    return scores
+
+
+@triton.jit
+def key_scores(
+    part_ptr, tokens, parts0, parts1, sign_parts, table0, table1, sign_table, mean_scores,
+    F: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the scores ``[TOKENS, ROWS]`` of keys of a block."""
+    NORM: tl.constexpr = F.norm_dtype
+    EXACT: tl.constexpr = F.exact_dtype
+    G0: tl.constexpr = F.first
+    G1: tl.constexpr = F.second
+    SIGNS: tl.constexpr = F.sign_traits
+    there = tokens >= 0
+    if F.kind == "exact":
+        channels = tl.arange(0, F.head_dim_pad)
+        offsets = tokens[:, None] * F.head_dim + channels[None, :]
+        keys = load_as_float(part_ptr + F.exact, offsets, there[:, None] & (channels < F.head_dim)[None, :], EXACT)
+        scores = tl.dot(keys.to(DTYPE), parts0[0], input_precision=PRECISION)
+    else:
+        norms = load_as_float(part_ptr + F.norms, tokens, there, NORM)
+        scores = _group_scores(part_ptr, tokens, parts0, table0, G0, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
+        scores *= norms[:, None]
+        if F.num_groups == 2:
+            norms = load_as_float(part_ptr + F.norms, 128 + tokens, there, NORM)
+            other = _group_scores(part_ptr, tokens, parts1, table1, G1, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
+            scores += other * norms[:, None]
+        if F.kind == "prod":
+            norms = load_as_float(part_ptr + F.residual_norms, tokens, there, NORM)
+            signs = _group_scores(
+                part_ptr, tokens, sign_parts, sign_table, SIGNS, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION
+            )
+            scores += signs * norms[:, None]
+        if F.centered:
+            scores += mean_scores[None, :]
+    return scores
+
+
+@triton.jit
+def _add_group_values(
+    part_ptr, weights, acc, table, scale,
+    F: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add ``values . weights`` of tokens ``[STEP * TOKENS, (STEP + 1) * TOKENS)`` to ``acc`` ``[channels, rows]``."""
+    NORM: tl.constexpr = F.norm_dtype
+    FIRST: tl.constexpr = STEP * TOKENS
+    tokens = tl.arange(0, TOKENS)
+    norms = load_as_float(part_ptr + F.norms, G.index * 128 + FIRST + tokens, tokens >= 0, NORM)
+    norms *= scale
+    if G.bits == 8:
+        norms *= table[0]
+    weights = (weights * norms[:, None]).to(DTYPE)
+    channels = tl.arange(0, G.size_pad)
+    mask = ((channels < G.size) & (channels >= 0))[:, None]
+    offsets = channels[:, None] * G.row_bytes + FIRST % G.row_bytes + tokens[None, :]
+    packed = tl.load(part_ptr + G.codes + offsets, mask=mask, other=0)
+    signs = packed
+    if G.bits == 3:
+        offsets = channels[:, None] * 16 + (tokens % 16)[None, :]
+        signs = tl.load(part_ptr + G.sign_codes + offsets, mask=mask, other=0)
+        signs = align_signs(signs, (tokens // 16)[None, :], PERMUTE)
+    levels = lookup(packed, signs, table, G.bits, FIRST // G.row_bytes * G.width, FIRST // 16, DTYPE, PERMUTE)
+    return tl.dot(levels, weights, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _add_mean(part_ptr, totals, acc, F: tl.constexpr, G: tl.constexpr):
+    """Add the mean of the block's values, once for every unit of weight."""
+    channels = tl.arange(0, G.size_pad)
+    mean = load_as_float(part_ptr + F.mean, G.start + channels, channels < G.size, "bf16")
+    return acc + mean[:, None] * totals[None, :]
+
+
+@triton.jit
+def _add_exact_values(
+    part_ptr, weights, acc,
+    F: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    EXACT: tl.constexpr = F.exact_dtype
+    tokens = STEP * TOKENS + tl.arange(0, TOKENS)
+    channels = tl.arange(0, F.head_dim_pad)
+    mask = (channels < F.head_dim)[:, None] & (tokens >= 0)[None, :]
+    values = load_as_float(part_ptr + F.exact, tokens[None, :] * F.head_dim + channels[:, None], mask, EXACT)
+    return tl.dot(values.to(DTYPE), weights.to(DTYPE), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _highest_norm(part_ptr, tokens, F: tl.constexpr):
+    """Return the largest value norm of some tokens of a block."""
+    NORM: tl.constexpr = F.norm_dtype
+    highest = tl.max(load_as_float(part_ptr + F.norms, tokens, tokens >= 0, NORM), 0)
+    if F.num_groups == 2:
+        other = load_as_float(part_ptr + F.norms, 128 + tokens, tokens >= 0, NORM)
+        highest = tl.maximum(highest, tl.max(other, 0))
+    return highest
+
+
+@triton.jit
+def add_values(
+    part_ptr, weights, decay, scale, acc0, acc1, table0, table1,
+    F: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rescale both accumulators and add the weighted values of one step.
+
+    ``scale`` keeps weights in the range of the product's type where norms may leave it: the accumulators hold the
+    result divided by the largest norm so far.
+    """
+    G0: tl.constexpr = F.first
+    G1: tl.constexpr = F.second
+    inverse = 1.0
+    if F.kind != "exact" and F.norm_dtype != "fp16":
+        tokens = STEP * TOKENS + tl.arange(0, TOKENS)
+        higher = tl.maximum(scale, _highest_norm(part_ptr, tokens, F))
+        decay *= scale / higher
+        scale = higher
+        inverse = 1.0 / higher
+    acc0 *= decay[None, :]
+    if F.kind == "exact":
+        acc0 = _add_exact_values(part_ptr, weights, acc0, F, STEP, TOKENS, DTYPE, PRECISION)
+    else:
+        if F.centered:
+            totals = tl.sum(weights, 0) * inverse
+            acc0 = _add_mean(part_ptr, totals, acc0, F, G0)
+        acc0 = _add_group_values(
+            part_ptr, weights, acc0, table0, inverse, F, G0, STEP, TOKENS, DTYPE, PERMUTE, PRECISION
+        )
+        if F.num_groups == 2:
+            acc1 *= decay[None, :]
+            if F.centered:
+                acc1 = _add_mean(part_ptr, totals, acc1, F, G1)
+            acc1 = _add_group_values(
+                part_ptr, weights, acc1, table1, inverse, F, G1, STEP, TOKENS, DTYPE, PERMUTE, PRECISION
+            )
+    return scale, acc0, acc1
+
+
+# exact tokens
+
+
+@triton.jit
+def attend_exact_tile(
+    keys_ptr, values_ptr, key_stride_token, value_stride_token, slots, columns, kept, query, qk_scale,
+    peak, total, acc, positions, mask_ptrs, mask_stride_key, window, softcap,
+    K: tl.constexpr, V: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile of dense keys and values into the running softmax."""
+    key_channels = tl.arange(0, K.head_dim_pad)
+    offsets = slots.to(tl.int64)[:, None] * key_stride_token + key_channels[None, :]
+    mask = kept[:, None] & (key_channels < K.head_dim)[None, :]
+    keys = tl.load(keys_ptr + offsets, mask=mask, other=0.0).to(DTYPE)
+    scores = tl.dot(keys, query, input_precision=PRECISION) * qk_scale
+    scores = mask_scores(
+        scores, columns, kept, positions, mask_ptrs, mask_stride_key, window, softcap,
+        MASK, CAUSAL, WINDOW, SOFTCAP, True,
+    )  # fmt: skip
+    weights, peak, total, decay = update_softmax(scores, peak, total)
+    value_channels = tl.arange(0, V.head_dim_pad)
+    offsets = slots.to(tl.int64)[None, :] * value_stride_token + value_channels[:, None]
+    mask = (value_channels < V.head_dim)[:, None] & kept[None, :]
+    values = tl.load(values_ptr + offsets, mask=mask, other=0.0).to(DTYPE)
+    acc = tl.dot(values, weights.to(DTYPE), acc * decay[None, :], input_precision=PRECISION)
+    return peak, total, acc

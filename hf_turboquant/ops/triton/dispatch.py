@@ -1,0 +1,60 @@
+"""Attend: the fast kernel where it serves a call, the portable one elsewhere. The result is the same."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_turboquant.ops.triton import attend_launch
+from hf_turboquant.ops.triton.attend_launch import AttendResult, BlockTable, build_block_table, needs_block_table
+from hf_turboquant.ops.triton.fast_plan import triton_obstacle
+from hf_turboquant.ops.triton.launch import device_limits
+from hf_turboquant.ops.view import AttendOptions, KVView
+
+
+def fast_obstacle(query: torch.Tensor, view: KVView, options: AttendOptions) -> str:
+    """Say why a call goes to the portable kernel; empty when the fast one serves it."""
+    obstacle = triton_obstacle()
+    if obstacle or not query.is_cuda:
+        return obstacle or f"the fast kernel needs a cuda device, got {query.device}"
+    # imported here: older Tritons have no Gluon
+    from hf_turboquant.ops.triton import fast_attend
+
+    return fast_attend.supports(view, query, options, device_limits(query.device)[0])
+
+
+def attend(
+    query: torch.Tensor, view: KVView, options: AttendOptions, *, block_table: BlockTable | None = None
+) -> torch.Tensor:
+    """Attend over the stored tokens of one layer.
+
+    Args:
+        query: ``(batch, num_q_heads, q_len, head_dim)``, any strides; the query heads of a KV head are adjacent.
+        view: Stored tokens.
+        options: Scaling, mask and their kin.
+        block_table: Table of the view's blocks if the caller keeps one; built here where it is needed and not given.
+
+    Returns:
+        ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``. Rows that may attend to nothing are zero.
+    """
+    return _attend(query, view, options, block_table, None)
+
+
+def attend_with_lse(
+    query: torch.Tensor, view: KVView, options: AttendOptions, *, block_table: BlockTable | None = None
+) -> AttendResult:
+    """Attend as :func:`attend`, and return what ``merge_results`` needs to join it with other tokens."""
+    lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+    return AttendResult(_attend(query, view, options, block_table, lse), lse)
+
+
+def _attend(
+    query: torch.Tensor, view: KVView, options: AttendOptions, block_table: BlockTable | None, lse: torch.Tensor | None
+) -> torch.Tensor:
+    if fast_obstacle(query, view, options):
+        return attend_launch.attend_portable(query, view, options, block_table=block_table, lse=lse)
+    from hf_turboquant.ops.triton import fast_attend
+
+    if block_table is None and needs_block_table(view):
+        block_table = build_block_table(view.arenas, view.num_blocks, view.block_tokens)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    return fast_attend.fast_attend(query, view, options, block_table=block_table, lse=lse)
