@@ -10,9 +10,14 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# instruction counts belong to one compiler
+pytestmark = pytest.mark.skipif(
+    not triton.__version__.startswith("3.9"), reason=f"the budget is that of Triton 3.9, not {triton.__version__}"
+)
 
 SAMPLE = {"attend-k2v2-d128": "90", "attend-k4v4-d128": "110", "quantize-k4v4-d128": "80", "dequantize-k3-d128": "120"}
 

@@ -18,7 +18,6 @@ from hf_turboquant.ops.triton.launch import (
     choose_splits,
     device_limits,
     device_of,
-    matmul_precision,
     product_dtype,
 )
 from hf_turboquant.ops.triton.traits import VectorTraits, traits_of
@@ -277,7 +276,7 @@ def _launch_attend(
         K=plan.keys, V=plan.values, KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes,
         ROWS=launch.rows, TOKENS=_packed_step(plan), EXACT_TOKENS=launch.exact_tokens, NUM_STAGES=launch.num_stages,
         KEY_DTYPE=_key_dtype(view, query), VALUE_DTYPE=_value_dtype(view, query),
-        EXACT_DTYPE=product_dtype(view.tail_keys.dtype), PRECISION=matmul_precision(query.dtype),
+        EXACT_DTYPE=product_dtype(view.tail_keys.dtype), PRECISION="ieee",
         PERMUTE=can_permute(_code_dtype(query)),
         MASK=mask_kind, CAUSAL_BLOCKS=causal and packed_end > view.seq_len - q_len + 1, CAUSAL_EXACT=causal,
         WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=use_table,
