@@ -11,7 +11,7 @@ from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops.reference.basis import rotate, unrotate
 from hf_turboquant.ops.reference.masks import MaskReader
 from hf_turboquant.ops.reference.products import block_scores, block_values
-from hf_turboquant.ops.view import AttendOptions, KVView
+from hf_turboquant.ops.view import AttendOptions, KVView, VectorTables
 
 CHUNK_BLOCKS = 16
 """Blocks dequantized at a time by :func:`attend`: 2048 tokens."""
@@ -21,25 +21,55 @@ GROUP_SCORES = 1 << 22
 
 
 class _Softmax:
-    """Running softmax of ``rows`` over groups of keys, with one accumulator per basis of the values."""
+    """Running softmax over groups of keys, with one accumulator for each basis of the values.
 
-    def __init__(self, rows: tuple[int, ...], value_dim: int, device: torch.device) -> None:
-        self.peak = torch.full(rows, -torch.inf, device=device)
-        self.total = torch.zeros(rows, device=device)
-        self.exact = torch.zeros(*rows, value_dim, device=device)
-        self.rotated = torch.zeros(*rows, value_dim, device=device)
+    Attributes:
+        peak: ``(batch, heads, rows)``, largest score so far.
+        total: ``(batch, heads, rows)``, sum of the weights so far.
+        exact: ``(batch, heads, rows, value head_dim)``, weighted sum of exact values; None before the first.
+        rotated: The same for values in their rotated basis.
+    """
+
+    def __init__(self) -> None:
+        self.peak: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self.exact: torch.Tensor | None = None
+        self.rotated: torch.Tensor | None = None
 
     def weigh(self, scores: torch.Tensor) -> torch.Tensor:
         """Add a group of ``(..., rows, keys)`` scores; return its weights and rescale the past."""
-        peak = torch.maximum(self.peak, scores.amax(dim=-1))
-        base = peak.clamp_min(torch.finfo(torch.float32).min)
-        decay = torch.exp(self.peak - base)
-        weights = torch.exp(scores - base[..., None])
-        self.total = self.total * decay + weights.sum(dim=-1)
-        self.exact *= decay[..., None]
-        self.rotated *= decay[..., None]
-        self.peak = peak
+        # a row that sees nothing has a peak of -inf, which would make its weights NaN
+        peak = scores.amax(dim=-1).clamp_min(torch.finfo(torch.float32).min)
+        if self.peak is not None:
+            peak = torch.maximum(peak, self.peak)
+        weights = torch.exp(scores - peak[..., None])
+        total = weights.sum(dim=-1)
+        if self.peak is not None and self.total is not None:
+            decay = torch.exp(self.peak - peak)
+            total += self.total * decay
+            for past in (self.exact, self.rotated):
+                if past is not None:
+                    past *= decay[..., None]
+        self.peak, self.total = peak, total
         return weights
+
+    def add_exact(self, values: torch.Tensor) -> None:
+        """Add weighted exact values."""
+        self.exact = values if self.exact is None else self.exact.add_(values)
+
+    def add_rotated(self, values: torch.Tensor) -> None:
+        """Add weighted values in their rotated basis."""
+        self.rotated = values if self.rotated is None else self.rotated.add_(values)
+
+    def result(self, tables: VectorTables) -> torch.Tensor:
+        """Return the weighted mean of all values, zero for rows that saw nothing."""
+        assert self.total is not None
+        out = self.exact
+        if self.rotated is not None:
+            plain = unrotate(self.rotated, tables)
+            out = plain if out is None else out + plain
+        assert out is not None
+        return out / torch.where(self.total == 0, 1.0, self.total)[..., None]
 
 
 @dataclass(frozen=True)
@@ -67,11 +97,12 @@ def attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.T
     rows = (batch, view.num_kv_heads, num_q_heads // view.num_kv_heads * q_len)
     grouped = (query.float() * options.scaling).reshape(*rows, head_dim)
     rot_query = rotate(grouped, view.keys.tables) if view.num_blocks else grouped
-    state = _Softmax(rows, view.tail_values.shape[-1], query.device)
+    state = _Softmax()
     masks = MaskReader(options, query.shape, view)
 
     column = 0
-    for group in _groups(view, limit=max(GROUP_SCORES // (rows[0] * rows[1] * rows[2]), 1)):
+    segments = _segments(view, in_order=masks.by_position)
+    for group in _groups(segments, limit=max(GROUP_SCORES // (rows[0] * rows[1] * rows[2]), 1)):
         scores = [_segment_scores(segment, grouped, rot_query, view) for segment in group]
         weights = state.weigh(masks.apply(torch.cat(scores, dim=-1), column))
         for segment, part in zip(group, weights.split([s.tokens for s in group], dim=-1), strict=True):
@@ -81,16 +112,14 @@ def attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.T
     if options.sink_logits is not None:
         logits = options.sink_logits.float().view(1, view.num_kv_heads, -1, 1).expand(batch, -1, -1, q_len)
         state.weigh(logits.reshape(*rows, 1))
-    out = state.exact + unrotate(state.rotated, view.values.tables) if view.num_blocks else state.exact
-    total = torch.where(state.total == 0, 1.0, state.total)
-    return (out / total[..., None]).reshape(batch, num_q_heads, q_len, -1).to(query.dtype)
+    return state.result(view.values.tables).reshape(batch, num_q_heads, q_len, -1).to(query.dtype)
 
 
-def _groups(view: KVView, limit: int) -> Iterator[list[_Segment]]:
-    """Yield segments oldest first, together while they hold at most ``limit`` tokens."""
+def _groups(segments: Iterator[_Segment], limit: int) -> Iterator[list[_Segment]]:
+    """Yield segments together while they hold at most ``limit`` tokens."""
     group: list[_Segment] = []
     size = 0
-    for segment in _segments(view):
+    for segment in segments:
         if group and size + segment.tokens > limit:
             yield group
             group, size = [], 0
@@ -100,9 +129,23 @@ def _groups(view: KVView, limit: int) -> Iterator[list[_Segment]]:
         yield group
 
 
-def _segments(view: KVView) -> Iterator[_Segment]:
-    if view.num_sinks:
-        yield _Segment(view.num_sinks, exact=(view.sink_keys, view.sink_values))
+def _segments(view: KVView, *, in_order: bool) -> Iterator[_Segment]:
+    """Yield all tokens: oldest first if ``in_order``, else the exact ones together, which is fewer products."""
+    exact = [(view.sink_keys, view.sink_values)] if view.num_sinks else []
+    tail = [(view.tail_keys[:, :, slots], view.tail_values[:, :, slots]) for slots in view.tail_slices()]
+    if in_order:
+        yield from (_Segment(pair[0].shape[2], exact=pair) for pair in exact)
+        yield from _block_segments(view)
+        yield from (_Segment(pair[0].shape[2], exact=pair) for pair in tail)
+        return
+    yield from _block_segments(view)
+    exact += tail
+    if exact:
+        keys, values = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in zip(*exact, strict=True))
+        yield _Segment(keys.shape[2], exact=(keys, values))
+
+
+def _block_segments(view: KVView) -> Iterator[_Segment]:
     done = 0
     for arena in view.arenas:
         used = min(view.num_blocks - done, arena.shape[0])
@@ -118,8 +161,6 @@ def _segments(view: KVView) -> Iterator[_Segment]:
                 kept = valid.flatten().nonzero().flatten().to(arena.device)
             yield _Segment(tokens, records=records, kept=kept)
         done += used
-    for slots in view.tail_slices():
-        yield _Segment(slots.stop - slots.start, exact=(view.tail_keys[:, :, slots], view.tail_values[:, :, slots]))
 
 
 def _segment_scores(segment: _Segment, query: torch.Tensor, rot_query: torch.Tensor, view: KVView) -> torch.Tensor:
@@ -134,11 +175,11 @@ def _segment_scores(segment: _Segment, query: torch.Tensor, rot_query: torch.Ten
 def _add_values(state: _Softmax, segment: _Segment, weights: torch.Tensor, view: KVView) -> None:
     """Add the weighted values of a segment to the accumulator of their basis."""
     if segment.exact is not None:
-        state.exact += weights @ segment.exact[1].float()
+        state.add_exact(weights @ segment.exact[1].float())
         return
     assert segment.records is not None
     if segment.kept is not None:
         blocks = segment.records.shape[2]
         spread = weights.new_zeros(*weights.shape[:-1], blocks * BLOCK_TOKENS)
         weights = spread.index_copy(-1, segment.kept, weights)
-    state.rotated += block_values(weights, segment.records[..., view.record.value_offset :], view.values)
+    state.add_rotated(block_values(weights, segment.records[..., view.record.value_offset :], view.values))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from hf_turboquant.ops.view import AttendOptions, KVView
@@ -27,11 +26,16 @@ class MaskReader:
             self.positions = torch.arange(q_len, device=view.tail_keys.device) + (view.seq_len - q_len)
             self.causal = options.is_causal
 
+    @property
+    def by_position(self) -> bool:
+        """Whether a score's fate depends on the place of its key."""
+        return self.mask is not None or self.positions is not None
+
     def apply(self, scores: torch.Tensor, column: int) -> torch.Tensor:
         """Return ``(batch, heads, rows, keys)`` scores capped and masked; ``column`` is the first key's index."""
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
-        if self.mask is None and self.positions is None:
+        if not self.by_position:
             return scores
         keys = scores.shape[-1]
         spread = scores.view(*self.shape, keys)

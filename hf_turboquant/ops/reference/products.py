@@ -40,8 +40,8 @@ def block_scores(rot_query: torch.Tensor, packed: torch.Tensor, codec: VectorCod
             exact = read_plain(packed, fmt.sections[f"exact{index}"]).float()
             scores = scores + (part @ exact.flatten(2, 3).transpose(-1, -2)).unflatten(-1, (-1, BLOCK_TOKENS))
             continue
-        levels, order = _levels(packed, fmt.sections[f"codes{index}"], tables, index)
-        part = part if order is None else part.index_select(-1, order)
+        levels, together = _levels(packed, fmt.sections[f"codes{index}"], tables, index)
+        part = _interleave(part, together)
         product = part @ levels.flatten(2, 3).transpose(-1, -2)
         lengths = norms[:, :, None, :, fmt.norm_row(index)]
         scores = torch.addcmul(scores, product.unflatten(-1, (-1, BLOCK_TOKENS)), lengths)
@@ -67,9 +67,8 @@ def block_values(weights: torch.Tensor, packed: torch.Tensor, codec: VectorCodec
     parts = []
     for index, _ in enumerate(fmt.groups):
         section = fmt.sections[f"codes{index}"]
-        levels, order = _levels(packed, section, tables, index, rows_first=True)
-        scaled = per_block * norms[:, :, None, :, fmt.norm_row(index)]
-        scaled = scaled if order is None else scaled.index_select(-1, order)
+        levels, together = _levels(packed, section, tables, index, rows_first=True)
+        scaled = _interleave(per_block * norms[:, :, None, :, fmt.norm_row(index)], together)
         parts.append(scaled.flatten(-2) @ levels.flatten(-2).transpose(-1, -2))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if fmt.centered:
@@ -80,13 +79,13 @@ def block_values(weights: torch.Tensor, packed: torch.Tensor, codec: VectorCodec
 
 def _levels(
     packed: torch.Tensor, section: Section, tables: VectorTables, index: int, *, rows_first: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, int]:
     """Look up the centroids of a packed section of ``(batch, heads, blocks, bytes)``.
 
     Returns:
         ``(batch, heads, blocks, rows, count)`` float32, or with ``rows_first`` ``(batch, heads, rows, blocks,
-        count)``; and the position of each column where they are not in order: two or four codes come out of one
-        lookup side by side, which is cheaper than putting them in place.
+        count)``; and how many codes come out of one lookup. They lie side by side, as :func:`_interleave` orders the
+        other factor, which is cheaper than putting them in place.
     """
     assert section.bits is not None
     table = tables.byte_tables[index]
@@ -94,13 +93,18 @@ def _levels(
     if table is None or section.count * section.bits % 8:
         codes = unpack_codes(data, section.bits, section.rows, section.count)
         codes = codes.transpose(2, 3) if rows_first else codes
-        return torch.index_select(tables.centroids[index], 0, codes.int().flatten()).view(codes.shape), None
+        return torch.index_select(tables.centroids[index], 0, codes.int().flatten()).view(codes.shape), 1
     keys = _table_index(data, section)
-    keys = (keys.transpose(2, 3) if rows_first else keys).contiguous().int()
-    levels = torch.index_select(table, 0, keys.view(-1)).view(torch.float32)
-    per_key = section.count // keys.shape[-1]
-    order = _byte_order(section.count, per_key, packed.device)
-    return levels.view(*keys.shape[:-1], section.count), order
+    keys = keys.transpose(2, 3).contiguous().int() if rows_first else keys.int()
+    levels = torch.index_select(table, 0, keys.reshape(-1)).view(torch.float32)
+    return levels.view(*keys.shape[:-1], section.count), section.count // keys.shape[-1]
+
+
+def _interleave(factor: torch.Tensor, together: int) -> torch.Tensor:
+    """Order the last dimension as codes leave a lookup of ``together`` codes: ``0, m, 2m, ..., 1, m + 1, ...``."""
+    if together == 1:
+        return factor
+    return factor.unflatten(-1, (together, -1)).transpose(-1, -2).flatten(-2)
 
 
 def _table_index(data: torch.Tensor, section: Section) -> torch.Tensor:
@@ -125,9 +129,3 @@ def _even_bits(device: torch.device) -> torch.Tensor:
     """Return ``(256,)`` int32: bits 0, 2, 4, 6 of a byte gathered in bits 8 to 11."""
     byte = torch.arange(256, dtype=torch.int32, device=device)
     return sum(((byte >> (2 * part)) & 1) << (8 + part) for part in range(4))  # type: ignore[return-value]
-
-
-@lru_cache(maxsize=64)
-def _byte_order(count: int, per_key: int, device: torch.device) -> torch.Tensor:
-    """Return the positions of the codes of a row when its bytes are read one after another."""
-    return torch.arange(count, device=device).view(per_key, count // per_key).T.flatten()

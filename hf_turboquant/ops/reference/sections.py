@@ -17,8 +17,10 @@ def section_bytes(packed: torch.Tensor, section: Section) -> torch.Tensor:
 def read_plain(packed: torch.Tensor, section: Section) -> torch.Tensor:
     """Return a plain section as ``(..., rows, count)`` in its own dtype."""
     assert section.dtype is not None
-    raw = section_bytes(packed, section).contiguous().view(section.dtype)
-    return raw.reshape(*raw.shape[:-1], section.rows, section.count)
+    raw = section_bytes(packed, section)
+    # sections and records are aligned to 16 bytes, so that their bytes are elements as they lie
+    elements = raw.view(section.dtype) if raw.stride(-1) == 1 else raw.contiguous().view(section.dtype)
+    return elements.reshape(*raw.shape[:-1], section.rows, section.count)
 
 
 def write_plain(out: torch.Tensor, section: Section, values: torch.Tensor) -> None:
