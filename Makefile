@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAIN := --constraint constraints.txt
 
+# the oldest supported transformers, with what it needs in versions of its time
+OLDEST ?= transformers==5.4.0 tokenizers==0.22.2 huggingface_hub==1.33.0
+
 # pytest processes, one per core
 WORKERS ?= 2
 
@@ -32,7 +35,7 @@ demo: $(VENV)/.demo  ## install, then generate from a dense and from a compresse
 
 # pytest comes last: a CI reads the last lines
 .PHONY: test
-test: lint types unit  ## all checks: lint, types, unit
+test: lint types oldest unit  ## all checks: lint, types, oldest, unit
 
 .PHONY: lint
 lint: $(VENV)/.dev  ## ruff and the import contracts
@@ -51,6 +54,14 @@ unit: export TOKENIZERS_PARALLELISM ?= false
 .PHONY: unit
 unit: $(VENV)/.dev  ## pytest (ARGS= for its options)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+
+# the oldest transformers lies over the newest, so that torch is installed once
+oldest: export OMP_NUM_THREADS ?= 1
+oldest: export PYTHONPATH = $(abspath $(VENV))/oldest
+
+.PHONY: oldest
+oldest: $(VENV)/.oldest  ## pytest on the oldest supported transformers: the contract and the modes of generate()
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --quiet tests/hf
 
 .PHONY: install
 install: $(VENV)/.dev  ## only the environment
@@ -83,4 +94,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt Makefile
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install --quiet $(CONSTRAIN) --editable '.[demo,dev]'
+	@touch $@
+
+$(VENV)/.oldest: $(VENV)/.dev
+	rm -rf $(VENV)/oldest
+	$(PIP) install --quiet --target $(VENV)/oldest --no-deps $(OLDEST)
+	$(PIP) install --quiet --target $(VENV)/oldest httpx hf-xet
 	@touch $@

@@ -3,9 +3,9 @@
     python -m evals.speed --context 4096 32768 131072 --pairs 2,2 3,2 4,4
     python -m evals.speed --shape qwen2.5-7b --batch 8 --context 32768 --out evals/results/speed.jsonl
 
-Microseconds, medians with the L2 cache flushed between runs. ``eager`` is what a Python loop pays; ``graph`` the replay of a
-CUDA graph. ``copy`` is the time to read and write as many bytes as the compressed step reads, at the measured rate of a
-device-to-device copy: no kernel that reads the store can be faster.
+Microseconds, medians with the L2 cache flushed between runs. ``eager`` is what a Python loop pays; ``graph`` the
+replay of a CUDA graph. ``copy`` is the time to read and write as many bytes as the compressed step reads, at the
+measured rate of a device-to-device copy: no kernel that reads the store can be faster.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_turboquant.cache import TurboQuantCache
     from hf_turboquant.config import TurboQuantConfig
     from hf_turboquant.errors import TurboQuantError
+    from hf_turboquant.generation import patch_generation
     from hf_turboquant.integrate import disable, enable
     from hf_turboquant.presets import PRESETS
     from hf_turboquant.report import MemoryReport, PathReport
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "disable",
     "enable",
+    "patch_generation",
 ]
 
 # names are loaded when first used: torch and transformers take seconds, which the command line has not got
@@ -45,6 +47,7 @@ _HOMES = MappingProxyType(
         "TurboQuantError": "errors",
         "disable": "integrate",
         "enable": "integrate",
+        "patch_generation": "generation",
     }
 )
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_turboquant.handle import KVHandle, paired_view
-from hf_turboquant.ops import AttendOptions, Backend, attend
+from hf_turboquant.handle import KVHandle, attend_handle, paired_view
+from hf_turboquant.ops import AttendOptions, attend
 from hf_turboquant.ops.view import dense_view
 
 NAME: Final = "turboquant"
@@ -56,8 +56,12 @@ def turboquant_attention(
     sparse = any(kwargs.get(name) is not None for name in _SPARSE_ARGUMENTS)
     s_aux = s_aux if s_aux is not None else kwargs.get("sinks")
     plain = softcap is None and s_aux is None
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if sparse or dropout or _needs_graph(query, key, value) or (view is None and plain):
         extras = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window, **kwargs}
+        if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
+            # no mask means the last key belongs to the last query here, and the first to the first in sdpa
+            attention_mask = _causal_mask(query, key)
         out, _ = sdpa_attention_forward(
             module,
             query,
@@ -70,7 +74,6 @@ def turboquant_attention(
             **{name: item for name, item in {**extras, "position_bias": position_bias}.items() if item is not None},
         )
         return out, None
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     options = AttendOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         mask=_merge_bias(attention_mask, position_bias, query, key, causal=causal),
@@ -79,12 +82,11 @@ def turboquant_attention(
         sink_logits=s_aux,
     )
     if view is None:
-        backend, view = Backend.AUTO, dense_view(key, value)
+        out = attend(query, dense_view(key, value), options)
     else:
         assert isinstance(key, KVHandle)
-        backend = key.backend
-        key.recorder.compressed()
-    return attend(query, view, options, backend=backend).transpose(1, 2).contiguous(), None
+        out = attend_handle(query, key, options)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _tensor(states: torch.Tensor) -> torch.Tensor:
@@ -99,6 +101,12 @@ def _needs_graph(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def _causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return ``(1, 1, q_len, seq_len)`` bool, the last query aligned with the last key."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    return torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - q_len)[None, None]
+
+
 def _merge_bias(
     mask: torch.Tensor | None, bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, *, causal: bool
 ) -> torch.Tensor | None:
@@ -106,10 +114,7 @@ def _merge_bias(
     if bias is None:
         return mask
     if mask is None and causal and query.shape[2] > 1:
-        q_len, kv_len = query.shape[2], key.shape[2]
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - q_len)[None, None]
+        mask = _causal_mask(query, key)
     if mask is None:
         return bias
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-

@@ -2,61 +2,250 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_turboquant.config import TurboQuantConfig
-from hf_turboquant.errors import ConfigError
-from hf_turboquant.layers import TurboQuantLayer
+from hf_turboquant.errors import CacheStateError, ConfigError
+from hf_turboquant.layer_choice import compressed_layer
+from hf_turboquant.layers import TurboQuantLayer, select_states
+from hf_turboquant.offload import OffloadSchedule
 from hf_turboquant.ops import VectorTables
+from hf_turboquant.persist import compare_models, describe_model, read_cache, restore_layers, write_cache
 from hf_turboquant.presets import resolve_config
 from hf_turboquant.report import LayerMemory, LayerPath, MemoryReport, PathReport, storage_bytes
+from hf_turboquant.step_check import StepCheck
 
 
 class TurboQuantCache(DynamicCache):
     """A key/value cache that stores tokens compressed with TurboQuant and attends over the compressed store.
 
     Pass it to ``generate()`` or ``forward`` as ``past_key_values`` (``cache`` in transformers 5.24 and later). It works
-    with every attention implementation; sdpa reads the compressed store directly. Layers other than full
-    attention use transformers' own classes.
+    with every attention implementation; sdpa reads the compressed store directly. Layers that hold no keys and
+    values, or hold them with an index beside, use transformers' own classes, and so do sliding windows so short that
+    compression would not make them smaller.
 
     Args:
         model_config: Configuration of the model (``model.config``).
         config: Preset name or :class:`TurboQuantConfig`; None for the default preset.
+        offloading: Keep packed blocks of full-attention layers in CPU memory while other layers compute. Nothing
+            changes on a machine without another device.
+        windowed: False keeps every token in every layer, whatever window the model declares: for cross attention, and
+            for assisted decoding with a version of transformers that cannot roll a window back.
         **overrides: Fields of :class:`TurboQuantConfig` to change.
 
     Raises:
         ConfigError: The preset or a field is unknown or not valid, or ``model_config`` is not a model configuration.
     """
 
+    layers: list[Any]
+
     def __init__(
         self,
         model_config: PreTrainedConfig,
         config: TurboQuantConfig | str | None = None,
+        *,
+        offloading: bool = False,
+        windowed: bool = True,
         **overrides: Any,
     ) -> None:
         if not isinstance(model_config, PreTrainedConfig):
             raise ConfigError(
-                f"model_config must be a transformers configuration, got {type(model_config).__name__}; pass model.config"
+                f"model_config must be a transformers configuration, got {type(model_config).__name__}; pass "
+                "model.config"
             )
         self.turboquant_config = resolve_config(config, **overrides)
         super().__init__(config=model_config)
         self.layers = [
-            TurboQuantLayer(self.turboquant_config, index) if type(layer) is DynamicLayer else layer
+            compressed_layer(layer, self.turboquant_config, index, windowed=windowed)
             for index, layer in enumerate(self.layers)
         ]
+        self._model_config = model_config
+        self._windowed = windowed
+        text_config = model_config.get_text_config(decoder=True)
+        self._steps = StepCheck(getattr(text_config, "cross_attention_layers", None) or ())
+        self._offload: OffloadSchedule | None = None
+        if offloading:
+            movable = [(index, layer) for index, layer in self._compressed_layers() if not layer.is_sliding]
+            self._offload = OffloadSchedule(movable)
+
+    @classmethod
+    def encoder_decoder(
+        cls, model_config: PreTrainedConfig, config: TurboQuantConfig | str | None = None, **options: Any
+    ) -> EncoderDecoderCache:
+        """Return what an encoder-decoder model takes: two compressed caches, of self and of cross attention.
+
+        Args:
+            model_config: Configuration of the model.
+            config: Preset name or configuration of both.
+            **options: What else :class:`TurboQuantCache` takes.
+        """
+        own = cls(model_config, config, **options)
+        return EncoderDecoderCache(own, cls(model_config, config, **{**options, "windowed": False}))
 
     def __repr__(self) -> str:
         """Name the configuration and what is held."""
         config = self.turboquant_config
+        tokens = max((layer.get_seq_length() for _, layer in self._compressed_layers()), default=0)
         return (
             f"TurboQuantCache(key_bits={config.key_bits}, value_bits={config.value_bits}, layers={len(self.layers)}, "
-            f"tokens={self.get_seq_length()})"
+            f"tokens={tokens})"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
+        """Copy the tokens, and share the tables, which never change."""
+        for tables in self._tables():
+            memo[id(tables)] = tables
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens of one layer; see :meth:`TurboQuantLayer.update`.
+
+        Args:
+            key_states: ``(batch, num_kv_heads, new tokens, head_dim)``.
+            value_states: The same for values.
+            layer_idx: Index of the layer.
+            *args: What the version of transformers passes besides.
+            **kwargs: Likewise.
+
+        Raises:
+            CacheStateError: The cache has no such layer, or an earlier forward stopped halfway through the layers.
+            ShapeError: Geometry, dtype or device differ from the tokens already stored.
+            ValueRangeError: A block that must be quantized now cannot be.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise CacheStateError(
+                f"layer_idx must be below {len(self.layers)}, the layers this cache was made for, got {layer_idx}; "
+                "make it from the configuration of the model that uses it"
+            )
+        self._steps.before_update(self.layers, layer_idx)
+        if self._offload is not None:
+            self._offload.before_update(layer_idx, key_states.device)
+        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(
+            key_states, value_states, *args, **kwargs
+        )
+        return states
+
+    def reset(self) -> None:
+        """Forget all tokens; the cache is as new."""
+        self._steps.reset()
+        super().reset()
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer):
+                # old versions only zero what they hold, and go on from its length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest ``-tokens_to_remove`` tokens of every layer; see :meth:`TurboQuantLayer.crop`.
+
+        Raises:
+            CacheStateError: More tokens than held. Nothing was removed.
+        """
+        # assisted decoding may pass a tensor, and layers would keep it and count in it
+        tokens_to_remove = int(tokens_to_remove)
+        independent = self._steps.independent
+        own = [layer for index, layer in self._compressed_layers() if layer.store and index not in independent]
+        shortest = min((layer.get_seq_length() for layer in own), default=None)
+        if shortest is not None and -tokens_to_remove > shortest:
+            raise CacheStateError(
+                f"crop must remove at most the {shortest} tokens held, got {-tokens_to_remove}; to forget all, call "
+                "reset()"
+            )
+        for index, layer in enumerate(self.layers):
+            if index not in independent:
+                layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let sequence ``i`` continue the old sequence ``beam_idx[i]``, in every layer."""
+        # one copy to the host for all layers: they look at the rows to leave equal blocks where they are
+        beam_idx = beam_idx.cpu()
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times in place: one prefilled prompt for many continuations."""
+        for layer in self.layers:
+            if hasattr(layer, "batch_repeat_interleave"):
+                layer.batch_repeat_interleave(repeats)
+            else:
+                rows = _states_batch(layer)
+                select_states(layer, torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the sequences ``indices``; a boolean mask over the batch is accepted."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        for layer in self.layers:
+            if hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(indices)
+            else:
+                select_states(layer, indices)
+
+    def save(self, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> None:
+        """Write all tokens, compressed as they are, to a safetensors file.
+
+        Args:
+            path: The file; one that exists is replaced when the new one is complete.
+            model: The model that filled the cache. A digest of its weights then goes with the file, and
+                :meth:`load` refuses another model of the same shape.
+
+        Raises:
+            CacheStateError: A layer is of a kind of transformers' own that cannot be saved.
+        """
+        header = {
+            "config": self.turboquant_config.to_dict(),
+            "model": describe_model(self._model_config if model is None else model),
+            "windowed": self._windowed,
+            "tokens": self.get_seq_length(),
+        }
+        write_cache(path, self.layers, header)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel | PreTrainedConfig,
+        *,
+        device: torch.device | str | Mapping[int, torch.device] = "cpu",
+        offloading: bool = False,
+        backend: str | None = None,
+    ) -> TurboQuantCache:
+        """Read a saved cache. What is generated from it is what the saved one would have generated.
+
+        Args:
+            path: A file that :meth:`save` wrote.
+            model: The model that will use it, or its configuration.
+            device: Where the layers shall be: one device, or one for each layer index.
+            offloading: As for a new cache.
+            backend: Who computes; None for the one saved.
+
+        Raises:
+            CacheFileError: The file is not whole, was altered, is of another version, or was saved for another model.
+            FileNotFoundError: There is no file.
+        """
+        header, tensors = read_cache(path)
+        compare_models(header.get("model", {}), describe_model(model))
+        config = TurboQuantConfig.from_dict(header.get("config", {}))
+        if backend is not None:
+            config = config.replace(backend=backend)
+        model_config = model if isinstance(model, PreTrainedConfig) else model.config
+        cache = cls(model_config, config, offloading=offloading, windowed=bool(header.get("windowed", True)))
+        places = device if isinstance(device, Mapping) else torch.device(device)
+        restore_layers(cache.layers, header, tensors, places)
+        return cache
 
     def memory_report(self) -> MemoryReport:
         """Count the bytes held, from the storages of all tensors, and those a dense cache would hold.
@@ -68,15 +257,8 @@ class TurboQuantCache(DynamicCache):
         entries = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboQuantLayer):
-                store = layer.store
-                if store is None:
-                    continue
-                held = storage_bytes(store.tensors(), seen)
-                per_token = sum(
-                    tensor.shape[0] * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
-                    for tensor in (store.tail_keys, store.tail_values)
-                )
-                entries.append(LayerMemory(index, store.seq_len, held, per_token * store.seq_len, compressed=True))
+                if layer.store is not None:
+                    entries.append(_layer_memory(index, layer, seen))
             else:
                 tensors = [getattr(layer, name, None) for name in ("keys", "values")]
                 dense = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
@@ -93,19 +275,39 @@ class TurboQuantCache(DynamicCache):
             if isinstance(layer, TurboQuantLayer):
                 recorder = layer.recorder
                 counts = dict(recorder.materialized_calls)
-                entries.append(
-                    LayerPath(index, "compressed", recorder.compressed_calls, recorder.dense_calls, counts)
-                )
+                entries.append(LayerPath(index, "compressed", recorder.compressed_calls, recorder.dense_calls, counts))
             else:
                 entries.append(LayerPath(index, "stock", 0, 0, {}))
         return PathReport(tuple(entries))
 
+    def _compressed_layers(self) -> Iterator[tuple[int, TurboQuantLayer]]:
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, TurboQuantLayer):
+                yield index, layer
+
+    def _tables(self) -> Iterator[VectorTables]:
+        for _, layer in self._compressed_layers():
+            if layer.store is not None:
+                yield from (layer.store.keys.tables, layer.store.values.tables)
+
     def _table_tensors(self) -> Iterator[torch.Tensor | None]:
-        for layer in self.layers:
-            if isinstance(layer, TurboQuantLayer) and layer.store is not None:
-                for codec in (layer.store.keys, layer.store.values):
-                    yield from _tensors_of(codec.tables)
+        for tables in self._tables():
+            yield from (*tables.centroids, *tables.boundaries, tables.rotation, tables.projection, tables.channel_order)
 
 
-def _tensors_of(tables: VectorTables) -> Iterator[torch.Tensor | None]:
-    yield from (*tables.centroids, *tables.boundaries, tables.rotation, tables.projection, tables.channel_order)
+def _layer_memory(index: int, layer: TurboQuantLayer, seen: set[int]) -> LayerMemory:
+    """Count a layer of ours against what transformers' own would hold in its place: the window, for a sliding one."""
+    store = layer.store
+    assert store is not None
+    held = storage_bytes(store.tensors(), seen)
+    per_token = sum(
+        tensor.shape[0] * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
+        for tensor in (store.tail_keys, store.tail_values)
+    )
+    tokens = layer.visible_tokens
+    return LayerMemory(index, tokens, held, per_token * tokens, compressed=True)
+
+
+def _states_batch(layer: Any) -> int:
+    states = [state for states in (layer.conv_states, layer.recurrent_states) for state in states.values()]
+    return next((int(state.shape[0]) for state in states if state is not None), 0)

@@ -27,6 +27,10 @@ class CacheStateError(TurboQuantError, RuntimeError):
     """An operation does not fit the present state of the cache."""
 
 
+class CacheFileError(TurboQuantError, ValueError):
+    """A file does not hold a saved cache, not a whole one, or not one for this model."""
+
+
 class BackendUnavailableError(TurboQuantError, RuntimeError):
     """A backend was asked for by name and cannot run here."""
 

@@ -7,7 +7,9 @@ counted with its name.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,8 @@ class KVHandle(torch.Tensor):
     """Keys or values of one layer as the model sees them: ``(batch, num_kv_heads, seq_len, head_dim)``.
 
     ``repeats`` is 1, or how often each KV head is repeated along the head dimension (what ``repeat_kv`` asks for).
+    ``hidden`` is the count of oldest stored tokens that are no part of the tensor: those of a packed block that a
+    sliding window has left in part.
     """
 
     tokens: KVView
@@ -32,34 +36,42 @@ class KVHandle(torch.Tensor):
     backend: Backend
     recorder: PathRecorder
     repeats: int
+    hidden: int
 
     @staticmethod
     def __new__(
-        cls, view: KVView, which: str, backend: Backend, recorder: PathRecorder, shape: tuple[int, ...], repeats: int = 1
+        cls: type[KVHandle],
+        view: KVView,
+        which: str,
+        backend: Backend,
+        recorder: PathRecorder,
+        shape: tuple[int, ...],
+        repeats: int = 1,
+        hidden: int = 0,
     ) -> KVHandle:
         """Make a handle of ``shape``; 5-dimensional shapes are the steps inside ``repeat_kv``."""
         exact = view.tail_keys if which == "keys" else view.tail_values
-        handle: KVHandle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle: KVHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=exact.dtype, device=exact.device, requires_grad=False
         )
         handle.tokens, handle.which, handle.backend, handle.dims = view, which, backend, shape
-        handle.recorder, handle.repeats = recorder, repeats
+        handle.recorder, handle.repeats, handle.hidden = recorder, repeats, hidden
         return handle
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe without rebuilding the tensor."""
         return f"KVHandle({self.which}, shape={self.dims}, dtype={self.dtype})"
 
     def materialize(self) -> torch.Tensor:
         """Rebuild the dense tensor, in the dtype and shape of the handle."""
-        dense = materialize(self.tokens, which=self.which, backend=self.backend)
+        dense = materialize(self.tokens, which=self.which, backend=self.backend)[:, :, self.hidden :]
         if len(self.dims) == 5:
             return dense[:, :, None].expand(self.dims)
         return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
 
     def like(self, shape: tuple[int, ...], repeats: int) -> KVHandle:
         """Return a handle on the same tokens, seen in another shape."""
-        return KVHandle(self.tokens, self.which, self.backend, self.recorder, shape, repeats)
+        return KVHandle(self.tokens, self.which, self.backend, self.recorder, shape, repeats, self.hidden)
 
     @classmethod
     def __torch_function__(
@@ -83,7 +95,7 @@ class KVHandle(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: tuple[type, ...],
@@ -103,13 +115,17 @@ class KVHandle(torch.Tensor):
 
 
 class PathRecorder:
-    """Counts how often a layer's keys and values were read from the store, and how often rebuilt, and for what."""
+    """Counts how often a layer's keys and values were read from the store, and how often rebuilt, and for what.
 
-    def __init__(self, on_first_materialized: Callable[[str], None]) -> None:
+    Args:
+        layer_idx: Index of the layer, for the warning at the first rebuild.
+    """
+
+    def __init__(self, layer_idx: int) -> None:
+        self.layer_idx = layer_idx
         self.compressed_calls = 0
         self.dense_calls = 0
         self.materialized_calls: dict[str, int] = {}
-        self._on_first_materialized = on_first_materialized
 
     def compressed(self) -> None:
         """Count one attention that read the store."""
@@ -122,7 +138,11 @@ class PathRecorder:
     def materialized(self, reason: str) -> None:
         """Count one rebuild of a dense tensor for an operation named ``reason``."""
         if not self.materialized_calls:
-            self._on_first_materialized(reason)
+            warnings.warn(
+                f"layer {self.layer_idx}: dense keys or values were rebuilt for {reason}; the result is right, but "
+                "slower and larger than attention on the compressed store. See cache.path_report()",
+                stacklevel=2,
+            )
         self.materialized_calls[reason] = self.materialized_calls.get(reason, 0) + 1
 
 
@@ -133,6 +153,38 @@ def paired_view(key: object, value: object) -> KVView | None:
     if (key.which, value.which) != ("keys", "values") or len(key.dims) != 4 or key.repeats != value.repeats:
         return None
     return key.tokens
+
+
+def attend_handle(query: torch.Tensor, key: KVHandle, options: AttendOptions) -> torch.Tensor:
+    """Attend over the tokens of a handle, and count it.
+
+    Args:
+        query: ``(batch, num_q_heads, q_len, head_dim)``.
+        key: Handle of the keys, of a pair that :func:`paired_view` accepts.
+        options: As for a dense tensor of the shape of the handle.
+
+    Returns:
+        ``(batch, num_q_heads, q_len, value head_dim)``.
+    """
+    key.recorder.compressed()
+    if key.hidden:
+        options = _hide_oldest(options, query, key)
+    return attend(query, key.tokens, options, backend=key.backend)
+
+
+def _hide_oldest(options: AttendOptions, query: torch.Tensor, key: KVHandle) -> AttendOptions:
+    """Return options that leave the hidden tokens of a handle out."""
+    mask, q_len, seq_len = options.mask, query.shape[2], key.tokens.seq_len
+    if mask is not None:
+        nothing = False if mask.dtype == torch.bool else -torch.inf
+        return replace(options, mask=F.pad(mask, (key.hidden, 0), value=nothing))
+    if q_len == 1:
+        return replace(options, sliding_window=seq_len - key.hidden)
+    mask = torch.ones(q_len, seq_len, dtype=torch.bool, device=query.device)
+    if options.is_causal:
+        mask = mask.tril(seq_len - q_len)
+    mask[:, : key.hidden] = False
+    return replace(options, mask=mask[None, None], is_causal=False)
 
 
 def _attend_pair(
@@ -149,7 +201,8 @@ def _attend_pair(
     view = paired_view(key, value)
     if view is None:
         return None
-    if query.shape[1] != key.dims[1] and not enable_gqa:
+    # a single KV head is broadcast whether or not grouping is asked for
+    if key.dims[1] not in (query.shape[1], 1) and not enable_gqa:
         return None
     # torch aligns a causal mask to the first key, the store to the last: the same only without older tokens
     if is_causal and query.shape[2] != 1 and query.shape[2] != key.dims[2]:
@@ -161,8 +214,7 @@ def _attend_pair(
     options = AttendOptions(
         scaling=query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask, is_causal=is_causal
     )
-    key.recorder.compressed()
-    return attend(query, view, options, backend=key.backend)
+    return attend_handle(query, key, options)
 
 
 def _same(handle: KVHandle) -> KVHandle:

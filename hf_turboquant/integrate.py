@@ -75,8 +75,8 @@ def enable(model: PreTrainedModel) -> EnabledAttention:
     obstacle = attention_obstacle(model)
     if obstacle:
         raise UnsupportedModelError(
-            f"model of type {model.config.model_type!r} cannot use the registered attention: {obstacle}. Leave the model "
-            "as it is: generate(past_key_values=TurboQuantCache(...)) serves it without a registered name"
+            f"model of type {model.config.model_type!r} cannot use the registered attention: {obstacle}. Leave the "
+            "model as it is: generate(past_key_values=TurboQuantCache(...)) serves it without a registered name"
         )
     AttentionInterface.register(NAME, turboquant_attention)
     AttentionMaskInterface.register(NAME, turboquant_mask)

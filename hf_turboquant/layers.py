@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -11,10 +10,12 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_turboquant.config import TurboQuantConfig
-from hf_turboquant.errors import CacheStateError, ConfigError, ValueRangeError
+from hf_turboquant.errors import CacheStateError, ConfigError, ShapeError, ValueRangeError
 from hf_turboquant.handle import KVHandle, PathRecorder
+from hf_turboquant.offload import OffloadedBlocks
 from hf_turboquant.ops import Backend, KVView
-from hf_turboquant.quantizers import build_key_codec, build_value_codec
+from hf_turboquant.quantizers import CodecPlan
+from hf_turboquant.shared_rows import SharedRows
 from hf_turboquant.store import KVStore
 
 
@@ -37,53 +38,53 @@ class TurboQuantLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = True
 
+    store: KVStore | None
+    device: torch.device | None
+    dtype: torch.dtype | None
+    _view: KVView | None
+
     def __init__(self, config: TurboQuantConfig, layer_idx: int) -> None:
         self.config = config
         self.layer_idx = layer_idx
         self.backend = Backend(config.backend)
-        self.store: KVStore | None = None
-        self.recorder = PathRecorder(self._warn_materialized)
-        self.is_initialized = False
-        self.device: torch.device | None = None
-        self.dtype: torch.dtype | None = None
+        self.recorder = PathRecorder(layer_idx)
+        self.device = self.dtype = None
+        self._forget()
 
     def __repr__(self) -> str:
         """Name the layer and what it holds."""
-        return f"TurboQuantLayer(layer_idx={self.layer_idx}, tokens={self.get_seq_length()})"
+        return f"{type(self).__name__}(layer_idx={self.layer_idx}, tokens={self.get_seq_length()})"
 
     @property
-    def keys(self) -> KVHandle | None:
+    def keys(self) -> KVHandle | None:  # type: ignore[override]
         """All keys as a lazy tensor, or None before the first tokens."""
-        return self._handle("keys")
+        return self._stored("keys")
 
     @property
-    def values(self) -> KVHandle | None:
+    def values(self) -> KVHandle | None:  # type: ignore[override]
         """All values as a lazy tensor, or None before the first tokens."""
-        return self._handle("values")
+        return self._stored("values")
 
     @property
     def batch_size(self) -> int:
-        """Sequences in the batch, -1 before the first tokens."""
-        return -1 if self.store is None else self.store.batch
+        """Sequences in the batch; the attribute is missing before the first tokens, which transformers asks for."""
+        if self.store is None:
+            raise AttributeError("batch_size")
+        return self.store.batch
+
+    @property
+    def visible_tokens(self) -> int:
+        """Tokens stored that the next query sees."""
+        return self.get_seq_length()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Size the store from the first keys and values seen."""
-        config, device = self.config, key_states.device
         try:
-            keys = build_key_codec(config, key_states.shape[-1], key_states.dtype, device)
-            values = build_value_codec(config, value_states.shape[-1], value_states.dtype, device)
+            plan = CodecPlan(self.config, self.layer_idx, key_states, value_states)
         except ConfigError as error:
             raise ConfigError(f"layer {self.layer_idx}: {error}") from error
-        self.store = KVStore(
-            keys,
-            values,
-            like_keys=key_states,
-            like_values=value_states,
-            sink_tokens=config.sink_tokens,
-            residual_window=config.residual_window,
-            backend=config.backend,
-        )
-        self.device, self.dtype = device, key_states.dtype
+        self.store = self._new_store(plan, key_states, value_states)
+        self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
 
     def update(
@@ -110,18 +111,23 @@ class TurboQuantLayer(CacheLayerMixin):
         store = self.store
         assert store is not None
         grows_graph = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        past = self._dense_pair() if grows_graph and store.seq_len else None
-        empty = store.seq_len == 0
+        past = self._dense_pair() if grows_graph and self.get_seq_length() else None
+        visible = self.visible_tokens + key_states.shape[-2]
+        empty = self.get_seq_length() == 0
         try:
             view = store.append(key_states, value_states)
+        except ShapeError as error:
+            raise ShapeError(f"layer {self.layer_idx}: {error}") from error
         except ValueRangeError as error:
             raise ValueRangeError(f"layer {self.layer_idx}: {error}") from error
+        self._view = None
+        self._count_new(key_states.shape[-2])
         if empty:
             self.recorder.dense()
             return key_states, value_states
         if past is not None:
             return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
-        return self._handle_of(view, "keys"), self._handle_of(view, "values")
+        return self._handle_of(view, "keys", visible), self._handle_of(view, "values", visible)
 
     def get_seq_length(self) -> int:
         """Return the tokens stored."""
@@ -136,13 +142,12 @@ class TurboQuantLayer(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return -1; the name of :meth:`get_max_length` in older transformers."""
-        return -1
+        """Return what :meth:`get_max_length` returns; its name in older transformers."""
+        return self.get_max_length()
 
     def reset(self) -> None:
         """Forget all tokens, and their geometry."""
-        self.store = None
-        self.is_initialized = False
+        self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest ``-tokens_to_remove`` tokens; nothing is quantized again.
@@ -164,53 +169,110 @@ class TurboQuantLayer(CacheLayerMixin):
                 "n - cache.get_seq_length()"
             )
         if self.store is not None:
-            self.store.crop(-tokens_to_remove)
+            self._remove_newest(-tokens_to_remove)
+            self._view = None
+            self._shared_rows.limit(self.store.num_blocks)
+            self._offloaded.limit(self.store.num_blocks)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let sequence ``i`` continue the old sequence ``beam_idx[i]``."""
-        if self.store is not None:
-            self.store.select_batch(beam_idx)
+        self.reorder_rows(beam_idx.tolist())
+
+    def reorder_rows(self, rows: list[int]) -> None:
+        """Let sequence ``i`` continue the old sequence ``rows[i]``; blocks equal in both stay where they are."""
+        store = self.store
+        if store is None or not self.get_seq_length():
+            return
+        if len(rows) != store.batch:
+            TurboQuantLayer._select(self, torch.tensor(rows))
+            return
+        self._view = None
+        if self._shared_rows.reorder(store, rows) and not self._offloaded.away:
+            self._offloaded.limit(0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times in place."""
         if self.store is not None:
-            rows = torch.arange(self.store.batch, device=self.device)
-            self.store.select_batch(rows.repeat_interleave(repeats))
+            self._select(torch.arange(self.store.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences ``indices`` (a boolean mask over the batch is accepted)."""
         if self.store is not None:
-            if indices.dtype == torch.bool:
-                indices = indices.nonzero().flatten()
-            self.store.select_batch(indices)
+            self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
     def offload(self) -> None:
-        """Move the stored tokens to the CPU."""
+        """Leave the packed blocks on the CPU alone; sinks and exact window stay."""
         if self.store is not None:
-            self.store.to(torch.device("cpu"), non_blocking=True)
+            self._view = None
+            self._offloaded.send(self.store)
 
     def prefetch(self) -> None:
-        """Move the stored tokens back to the device of the layer."""
+        """Bring the packed blocks back to the device of the layer."""
         if self.store is not None and self.device is not None:
-            self.store.to(self.device, non_blocking=True)
+            self._view = None
+            self._offloaded.fetch(self.store, self.device)
 
-    def _handle(self, which: str) -> KVHandle | None:
-        return None if self.store is None else self._handle_of(self.store.view(), which)
+    # what a sliding window changes
 
-    def _handle_of(self, view: KVView, which: str) -> KVHandle:
+    def _new_store(self, plan: CodecPlan, key_states: torch.Tensor, value_states: torch.Tensor) -> KVStore:
+        return KVStore(
+            plan.initial.keys,
+            plan.initial.values,
+            like_keys=key_states,
+            like_values=value_states,
+            sink_tokens=self.config.sink_tokens,
+            residual_window=self.config.residual_window,
+            backend=self.config.backend,
+            choose=plan.choose,
+        )
+
+    def _count_new(self, tokens: int) -> None:
+        """Take note of tokens just stored."""
+
+    def _remove_newest(self, tokens: int) -> None:
+        assert self.store is not None
+        self.store.crop(tokens)
+
+    # inner helpers
+
+    def _forget(self) -> None:
+        self.store = None
+        self.is_initialized = False
+        self._view = None
+        self._shared_rows = SharedRows()
+        self._offloaded = OffloadedBlocks()
+
+    def _select(self, indices: torch.Tensor) -> None:
+        assert self.store is not None
+        self.store.select_batch(indices)
+        self._view = None
+        self._shared_rows = SharedRows()
+        self._offloaded.adopt(self.store)
+
+    def _stored(self, which: str) -> KVHandle | None:
+        """Return all stored tokens as a handle; keys and values share one view, so that they can be attended over."""
+        if self.store is None:
+            return None
+        if self._view is None:
+            self._view = self.store.view()
+        return self._handle_of(self._view, which, self.visible_tokens)
+
+    def _handle_of(self, view: KVView, which: str, visible: int) -> KVHandle:
         exact = view.tail_keys if which == "keys" else view.tail_values
-        shape = (exact.shape[0], exact.shape[1], view.seq_len, exact.shape[3])
-        return KVHandle(view, which, self.backend, self.recorder, shape)
+        shape = (exact.shape[0], exact.shape[1], visible, exact.shape[3])
+        return KVHandle(view, which, self.backend, self.recorder, shape, hidden=view.seq_len - visible)
 
     def _dense_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._handle("keys"), self._handle("values")
-        assert keys is not None and values is not None
+        keys, values = self._stored("keys"), self._stored("values")
+        assert keys is not None
+        assert values is not None
         self.recorder.materialized("autograd")
         return keys.materialize(), values.materialize()
 
-    def _warn_materialized(self, reason: str) -> None:
-        warnings.warn(
-            f"layer {self.layer_idx}: dense keys or values were rebuilt for {reason}; the result is right, but slower "
-            "and larger than attention on the compressed store. See cache.path_report()",
-            stacklevel=2,
-        )
+
+def select_states(layer: Any, indices: torch.Tensor) -> None:
+    """Keep, reorder or repeat the sequences of the linear-attention states of a layer of transformers'."""
+    for states in (layer.conv_states, layer.recurrent_states):
+        for name, state in states.items():
+            if state is not None:
+                states[name] = state.index_select(0, indices.to(state.device))

@@ -65,7 +65,8 @@ class MemoryReport:
         """Say it in one line."""
         return (
             f"{self.tokens} tokens in {self.bytes_held / MIB:.2f} MiB, {self.ratio:.2f}x smaller than "
-            f"{self.dense_bytes / MIB:.2f} MiB dense ({len(self.layers)} layers, tables {self.table_bytes / MIB:.2f} MiB)"
+            f"{self.dense_bytes / MIB:.2f} MiB dense ({len(self.layers)} layers, tables "
+            f"{self.table_bytes / MIB:.2f} MiB)"
         )
 
 
@@ -108,8 +109,8 @@ class PathReport:
         """Say it in a few lines."""
         stock = sum(layer.route == "stock" for layer in self.layers)
         lines = [
-            f"{len(self.layers)} layers ({stock} of transformers' own classes): {self.compressed_calls} attention calls "
-            f"on the compressed store, {self.materialized_calls} rebuilds of dense tensors"
+            f"{len(self.layers)} layers ({stock} of transformers' own classes): {self.compressed_calls} attention "
+            f"calls on the compressed store, {self.materialized_calls} rebuilds of dense tensors"
         ]
         reasons: dict[str, int] = {}
         for layer in self.layers:

@@ -187,8 +187,12 @@ class KVStore:
         index = indices.to(self.tail_keys.device)
         for name in ("sink_keys", "sink_values", "tail_keys", "tail_values", "_key_like", "_value_like"):
             setattr(self, name, getattr(self, name).index_select(0, index))
-        self.arenas = [arena.index_select(1, index) for arena in self.arenas]
+        self.arenas = [arena.index_select(1, index.to(arena.device)) for arena in self.arenas]
         self._memo = {}
+
+    def replace_arenas(self, arenas: list[torch.Tensor]) -> None:
+        """Take other tensors with the same blocks for the arenas."""
+        self.arenas, self._memo = arenas, {}
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> None:
         """Move the stored tokens (not the shared tables) to a device."""
@@ -319,4 +323,3 @@ class KVStore:
         self.num_blocks = len(counts)
         self._memo = {}
         self.block_tokens = None if all(tokens == BLOCK_TOKENS for tokens in counts) else counts
-

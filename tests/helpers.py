@@ -39,9 +39,18 @@ TINY_CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_COMMON),
     "qwen3": Qwen3Config(**_COMMON, head_dim=32),
     "mistral": MistralConfig(**_COMMON, sliding_window=None),
-    "gemma3": Gemma3TextConfig(**_COMMON, head_dim=32, sliding_window=64, layer_types=["sliding_attention", "full_attention"]),
+    "gemma3": Gemma3TextConfig(
+        **_COMMON, head_dim=32, sliding_window=64, layer_types=["sliding_attention", "full_attention"]
+    ),
     "gpt2": GPT2Config(
-        vocab_size=97, n_embd=64, n_layer=2, n_head=4, n_positions=2048, bos_token_id=1, eos_token_id=None, pad_token_id=0
+        vocab_size=97,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=2048,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
     ),
 }
 

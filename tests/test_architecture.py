@@ -17,6 +17,7 @@ MAX_LINES = 350
 LONGER: dict[str, str] = {}
 TRANSFORMERS_USERS = {"cache.py", "layers.py", "handle.py", "attention.py", "masks.py", "integrate.py"}
 TRANSFORMERS_USERS |= {"bench.py", "cli_generate.py", "lm_eval.py", "loading.py"}
+TRANSFORMERS_USERS |= {"generation.py", "hybrid_layers.py", "layer_choice.py", "layer_state.py", "persist.py"}
 # modules with a public face of their own, used by scripts and the command line beside the names of the package
 PUBLIC_MODULES = {
     f"hf_turboquant.{name}"
@@ -25,7 +26,11 @@ PUBLIC_MODULES = {
 # scripts and the command line see what users see
 SCRIPTS = sorted([*(ROOT / "evals").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *PACKAGE.glob("cli.py")])
 # scripts that measure what has no public name, each with its reason
-INTERNAL: dict[str, str] = {"evals/compile_matrix.py": "compiles the kernels one by one for each GPU"}
+INTERNAL: dict[str, str] = {
+    "evals/compile_matrix.py": "compiles the kernels one by one for each GPU",
+    "evals/bench_fast.py": "times the parts of one kernel",
+    "evals/speed.py": "times the attend operation without a model around it",
+}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from evals import memory
+from evals import memory, speed_table
 from evals.common import ROOT, read_results, replace_between
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "evals").rglob("*.md")])
@@ -69,6 +69,13 @@ def test_memory_table_is_made_from_the_results():
     table = memory.markdown_table(read_results(memory.RESULT_FILE))
     assert table.count("\n") > 10
     assert replace_between(text, memory.MARKER, table) == text
+
+
+def test_speed_table_is_made_from_the_results():
+    text = read(ROOT / "README.md")
+    table = speed_table.markdown_table(read_results(speed_table.RESULT_FILE))
+    assert table.count("\n") > 4
+    assert replace_between(text, speed_table.MARKER, table) == text
 
 
 def test_ci_calls_the_test_command():

@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "__version__",
     "disable",
     "enable",
+    "patch_generation",
 ]
 
 BLOCK_TRITON = "import sys; sys.modules['triton'] = None"

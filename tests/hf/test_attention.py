@@ -150,7 +150,13 @@ def test_models_that_a_name_would_break_are_refused_and_unchanged() -> None:
         num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=32,
-        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+        },
     )
     model = GitForCausalLM(config)
     before = model.config._attn_implementation

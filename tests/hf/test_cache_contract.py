@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -143,6 +145,19 @@ def test_reset_and_copy() -> None:
     assert cache.get_seq_length() == 20
 
 
+def test_a_cache_frees_its_memory_with_the_last_reference() -> None:
+    cache = fill(TurboQuantCache(LLAMA, "k4v4"), 300)
+    keys, values = cache.update(*random_kv(2, 2, 1, 16), 0)
+    torch.nn.functional.scaled_dot_product_attention(torch.randn(2, 2, 1, 16), keys, values)
+    arena = weakref.ref(cache.layers[0].store.arenas[0])
+    gc.disable()
+    try:
+        del cache, keys, values
+        assert arena() is None
+    finally:
+        gc.enable()
+
+
 def test_keys_that_carry_gradients_take_the_dense_path() -> None:
     cache = TurboQuantCache(LLAMA, "k4v4")
     cache.update(*random_kv(1, 2, 300, 16), 0)
@@ -181,15 +196,19 @@ def test_an_empty_cache_reports_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        pytest.param(lambda: TurboQuantCache(LLAMA, "k9v9"), "unknown preset 'k9v9'; presets are k8v4, k4v4", id="preset"),
+        pytest.param(
+            lambda: TurboQuantCache(LLAMA, "k9v9"), "unknown preset 'k9v9'; presets are k8v4, k4v4", id="preset"
+        ),
         pytest.param(lambda: TurboQuantCache(LLAMA, 4), "preset name .* or a TurboQuantConfig, got int", id="type"),
         pytest.param(lambda: TurboQuantCache("llama"), "got str; pass model.config", id="model-config"),
-        pytest.param(lambda: TurboQuantCache(LLAMA, bits=4), "unknown setting bits; TurboQuantConfig has", id="setting"),
+        pytest.param(
+            lambda: TurboQuantCache(LLAMA, bits=4), "unknown setting bits; TurboQuantConfig has", id="setting"
+        ),
         pytest.param(lambda: TurboQuantConfig(key_bits=5), r"key_bits must be one of .*got 5", id="bits"),
         pytest.param(lambda: TurboQuantConfig(value_bits=0), r"value_bits must be one of", id="zero-bits"),
         pytest.param(lambda: TurboQuantConfig(key_bits=True), r"got True", id="bool-bits"),
         pytest.param(
-            lambda: TurboQuantConfig(key_codec="prod", key_bits=1), "QJL signs and needs key_bits", id="prod-one-bit"
+            lambda: TurboQuantConfig(key_codec="prod", key_bits=1), "with key_codec=.prod., got 1", id="prod-one-bit"
         ),
         pytest.param(
             lambda: TurboQuantConfig(residual_window=100), "multiple of 128 .*got 100; use 0 or 128", id="window"

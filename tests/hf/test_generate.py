@@ -112,7 +112,9 @@ def test_presets_give_finite_close_logits_and_compress(name: str, preset: str) -
         model(ids[:, :600], past_key_values=cache)
         got = model(ids[:, 600:], past_key_values=cache).logits
     assert torch.isfinite(got).all()
-    kl = torch.nn.functional.kl_div(got.log_softmax(-1), want.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    kl = torch.nn.functional.kl_div(got.log_softmax(-1), want.log_softmax(-1), log_target=True, reduction="none").sum(
+        -1
+    )
     assert 0 < float(kl.mean()) < 2e-3
     compressed = [layer for layer in cache.memory_report().layers if layer.compressed]
     assert compressed

@@ -104,7 +104,8 @@ def _interleave(factor: torch.Tensor, together: int) -> torch.Tensor:
     """Order the last dimension as codes leave a lookup of ``together`` codes: ``0, m, 2m, ..., 1, m + 1, ...``."""
     if together == 1:
         return factor
-    return factor.unflatten(-1, (together, -1)).transpose(-1, -2).flatten(-2)
+    parts = factor.reshape(*factor.shape[:-1], together, -1)
+    return parts.transpose(-1, -2).flatten(-2)
 
 
 def _table_index(data: torch.Tensor, section: Section) -> torch.Tensor:
