@@ -23,7 +23,7 @@ from hf_turboquant.errors import CodebookError
 
 DIRECTORY = Path(__file__).parent.parent / "codebooks"
 FILES = sorted(DIRECTORY.glob("*.json"))
-NOT_PACKAGED = 72
+NOT_PACKAGED = 68
 
 
 @pytest.fixture(autouse=True)
@@ -119,10 +119,10 @@ def test_solved_codebook_is_kept_and_found_again(cache_dir):
     solved = load_codebook(NOT_PACKAGED, 3)
     assert solved.source == "solved"
     solved.verify()
-    assert [path.name for path in cache_dir.iterdir()] == ["lloyd_max_d72_b3.json"]
+    assert [path.name for path in cache_dir.iterdir()] == ["lloyd_max_d68_b3.json"]
     module._load_known.cache_clear()
     found = load_codebook(NOT_PACKAGED, 3)
-    assert found.source == str(cache_dir / "lloyd_max_d72_b3.json")
+    assert found.source == str(cache_dir / "lloyd_max_d68_b3.json")
     assert torch.equal(found.centroids, solved.centroids)
     assert torch.equal(found.boundaries, solved.boundaries)
     assert found.mse == solved.mse
@@ -132,7 +132,7 @@ def test_xdg_directory_is_used_without_the_variable(tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TURBOQUANT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     load_codebook(NOT_PACKAGED, 1)
-    assert (tmp_path / "xdg" / "hf_turboquant" / "codebooks" / "lloyd_max_d72_b1.json").is_file()
+    assert (tmp_path / "xdg" / "hf_turboquant" / "codebooks" / "lloyd_max_d68_b1.json").is_file()
 
 
 def test_directory_that_cannot_be_written_warns_once_and_solves(tmp_path, monkeypatch):

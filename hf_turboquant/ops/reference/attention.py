@@ -24,9 +24,9 @@ class _Softmax:
     """Running softmax over groups of keys, with one accumulator for each basis of the values.
 
     Attributes:
-        peak: ``(batch, heads, rows)``, largest score so far.
-        total: ``(batch, heads, rows)``, sum of the weights so far.
-        exact: ``(batch, heads, rows, value head_dim)``, weighted sum of exact values; None before the first.
+        peak: ``(batch * heads, rows)``, largest score so far.
+        total: ``(batch * heads, rows)``, sum of the weights so far.
+        exact: ``(batch * heads, rows, value head_dim)``, weighted sum of exact values; None before the first.
         rotated: The same for values in their rotated basis.
     """
 
@@ -61,12 +61,12 @@ class _Softmax:
         """Add weighted values in their rotated basis."""
         self.rotated = values if self.rotated is None else self.rotated.add_(values)
 
-    def result(self, tables: VectorTables) -> torch.Tensor:
+    def result(self, tables: VectorTables, heads: tuple[int, int]) -> torch.Tensor:
         """Return the weighted mean of all values, zero for rows that saw nothing."""
         assert self.total is not None
         out = self.exact
         if self.rotated is not None:
-            plain = unrotate(self.rotated, tables)
+            plain = unrotate(self.rotated.unflatten(0, heads), tables).flatten(0, 1)
             out = plain if out is None else out + plain
         assert out is not None
         return out / torch.where(self.total == 0, 1.0, self.total)[..., None]
@@ -96,7 +96,8 @@ def attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.T
     batch, num_q_heads, q_len, head_dim = query.shape
     rows = (batch, view.num_kv_heads, num_q_heads // view.num_kv_heads * q_len)
     grouped = (query.float() * options.scaling).reshape(*rows, head_dim)
-    rot_query = rotate(grouped, view.keys.tables) if view.num_blocks else grouped
+    rot_query = rotate(grouped, view.keys.tables).flatten(0, 1) if view.num_blocks else grouped
+    grouped = grouped.flatten(0, 1)
     state = _Softmax()
     masks = MaskReader(options, query.shape, view)
 
@@ -111,8 +112,10 @@ def attend(query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.T
 
     if options.sink_logits is not None:
         logits = options.sink_logits.float().view(1, view.num_kv_heads, -1, 1).expand(batch, -1, -1, q_len)
-        state.weigh(logits.reshape(*rows, 1))
-    return state.result(view.values.tables).reshape(batch, num_q_heads, q_len, -1).to(query.dtype)
+        state.weigh(logits.reshape(-1, rows[2], 1))
+    if view.seq_len == 0:
+        return query.new_zeros(batch, num_q_heads, q_len, view.tail_values.shape[-1])
+    return state.result(view.values.tables, rows[:2]).reshape(batch, num_q_heads, q_len, -1).to(query.dtype)
 
 
 def _groups(segments: Iterator[_Segment], limit: int) -> Iterator[list[_Segment]]:
@@ -151,8 +154,8 @@ def _block_segments(view: KVView) -> Iterator[_Segment]:
         used = min(view.num_blocks - done, arena.shape[0])
         for start in range(0, used, CHUNK_BLOCKS):
             stop = min(start + CHUNK_BLOCKS, used)
-            # (batch, heads, blocks, bytes): one pass over bytes, so that the products below are plain batched ones
-            records = arena[start:stop].permute(1, 2, 0, 3).contiguous()
+            # (batch * heads, blocks, bytes): one pass over bytes, so that the products below are plain batched ones
+            records = arena[start:stop].flatten(1, 2).transpose(0, 1).contiguous()
             tokens, kept = (stop - start) * BLOCK_TOKENS, None
             counts = view.block_tokens[done + start : done + stop] if view.block_tokens is not None else ()
             if counts and min(counts) < BLOCK_TOKENS:
@@ -164,9 +167,9 @@ def _block_segments(view: KVView) -> Iterator[_Segment]:
 
 
 def _segment_scores(segment: _Segment, query: torch.Tensor, rot_query: torch.Tensor, view: KVView) -> torch.Tensor:
-    """Return ``(batch, heads, rows, tokens)`` products of the queries with the keys of a segment."""
+    """Return ``(batch * heads, rows, tokens)`` products of the queries with the keys of a segment."""
     if segment.exact is not None:
-        return query @ segment.exact[0].float().transpose(-1, -2)
+        return torch.bmm(query, segment.exact[0].float().flatten(0, 1).mT)
     assert segment.records is not None
     scores = block_scores(rot_query, segment.records[..., : view.record.value_offset], view.keys)
     return scores if segment.kept is None else scores[..., segment.kept]
@@ -175,11 +178,11 @@ def _segment_scores(segment: _Segment, query: torch.Tensor, rot_query: torch.Ten
 def _add_values(state: _Softmax, segment: _Segment, weights: torch.Tensor, view: KVView) -> None:
     """Add the weighted values of a segment to the accumulator of their basis."""
     if segment.exact is not None:
-        state.add_exact(weights @ segment.exact[1].float())
+        state.add_exact(torch.bmm(weights, segment.exact[1].float().flatten(0, 1)))
         return
     assert segment.records is not None
     if segment.kept is not None:
-        blocks = segment.records.shape[2]
+        blocks = segment.records.shape[1]
         spread = weights.new_zeros(*weights.shape[:-1], blocks * BLOCK_TOKENS)
         weights = spread.index_copy(-1, segment.kept, weights)
     state.add_rotated(block_values(weights, segment.records[..., view.record.value_offset :], view.values))

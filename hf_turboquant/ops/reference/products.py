@@ -17,87 +17,87 @@ def block_scores(rot_query: torch.Tensor, packed: torch.Tensor, codec: VectorCod
     """Multiply queries with the stored keys of a run of blocks.
 
     Args:
-        rot_query: ``(batch, heads, rows, head_dim)`` float32, rotated and scaled.
-        packed: ``(batch, heads, blocks, key bytes)`` uint8.
+        rot_query: ``(batch * heads, rows, head_dim)`` float32, rotated and scaled.
+        packed: ``(batch * heads, blocks, key bytes)`` uint8.
         codec: Key codec.
 
     Returns:
-        ``(batch, heads, rows, blocks * 128)`` float32.
+        ``(batch * heads, rows, blocks * 128)`` float32.
     """
     fmt, tables = codec.format, codec.tables
     if fmt.kind != "mse":
-        keys = dequantize(packed, codec).flatten(2, 3)
-        return rot_query @ keys.transpose(-1, -2)
+        keys = dequantize(packed, codec).flatten(1, 2)
+        return torch.bmm(rot_query, keys.mT)
+    pairs, rows, _ = rot_query.shape
+    shape = (pairs, rows, packed.shape[1], BLOCK_TOKENS)
     norms = read_plain(packed, fmt.sections["norms"]).float()
     if fmt.centered:
-        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(-2)
-        scores = (rot_query @ means.transpose(-1, -2))[..., None]
+        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(2)
+        scores = torch.bmm(rot_query, means.mT)[..., None]
     else:
         scores = rot_query.new_zeros(())
     for index, group in enumerate(fmt.groups):
-        part = rot_query[..., group.start : group.start + group.size]
+        part = rot_query if group.size == fmt.head_dim else rot_query[..., group.start : group.start + group.size]
         if group.bits == EXACT_BITS:
             exact = read_plain(packed, fmt.sections[f"exact{index}"]).float()
-            scores = scores + (part @ exact.flatten(2, 3).transpose(-1, -2)).unflatten(-1, (-1, BLOCK_TOKENS))
+            scores = scores + torch.bmm(part, exact.flatten(1, 2).mT).view(shape)
             continue
         levels, together = _levels(packed, fmt.sections[f"codes{index}"], tables, index)
-        part = _interleave(part, together)
-        product = part @ levels.flatten(2, 3).transpose(-1, -2)
-        lengths = norms[:, :, None, :, fmt.norm_row(index)]
-        scores = torch.addcmul(scores, product.unflatten(-1, (-1, BLOCK_TOKENS)), lengths)
-    return scores.flatten(-2)
+        product = torch.bmm(_interleave(part, together), levels.view(pairs, -1, group.size).mT)
+        scores = torch.addcmul(scores, product.view(shape), norms[:, None, :, fmt.norm_row(index)])
+    return scores.reshape(pairs, rows, -1)
 
 
 def block_values(weights: torch.Tensor, packed: torch.Tensor, codec: VectorCodec) -> torch.Tensor:
     """Sum the stored values of a run of blocks, weighted.
 
     Args:
-        weights: ``(batch, heads, rows, blocks * 128)`` float32.
-        packed: ``(batch, heads, blocks, value bytes)`` uint8.
+        weights: ``(batch * heads, rows, blocks * 128)`` float32.
+        packed: ``(batch * heads, blocks, value bytes)`` uint8.
         codec: Value codec.
 
     Returns:
-        ``(batch, heads, rows, head_dim)`` float32, in the rotated basis.
+        ``(batch * heads, rows, head_dim)`` float32, in the rotated basis.
     """
     fmt, tables = codec.format, codec.tables
     if fmt.kind != "mse":
-        return weights @ dequantize(packed, codec).flatten(2, 3)
+        return torch.bmm(weights, dequantize(packed, codec).flatten(1, 2))
+    pairs, rows, _ = weights.shape
     norms = read_plain(packed, fmt.sections["norms"]).float()
-    per_block = weights.unflatten(-1, (-1, BLOCK_TOKENS))
+    per_block = weights.reshape(pairs, rows, -1, BLOCK_TOKENS)
     parts = []
-    for index, _ in enumerate(fmt.groups):
-        section = fmt.sections[f"codes{index}"]
-        levels, together = _levels(packed, section, tables, index, rows_first=True)
-        scaled = _interleave(per_block * norms[:, :, None, :, fmt.norm_row(index)], together)
-        parts.append(scaled.flatten(-2) @ levels.flatten(-2).transpose(-1, -2))
+    for index, group in enumerate(fmt.groups):
+        levels, together = _levels(packed, fmt.sections[f"codes{index}"], tables, index, rows_first=True)
+        scaled = _interleave(per_block * norms[:, None, :, fmt.norm_row(index)], together)
+        parts.append(torch.bmm(scaled.view(pairs, rows, -1), levels.view(pairs, group.size, -1).mT))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if fmt.centered:
-        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(-2)
-        out = out + per_block.sum(dim=-1) @ means
+        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(2)
+        out = torch.baddbmm(out, per_block.sum(dim=-1), means)
     return out
 
 
 def _levels(
     packed: torch.Tensor, section: Section, tables: VectorTables, index: int, *, rows_first: bool = False
 ) -> tuple[torch.Tensor, int]:
-    """Look up the centroids of a packed section of ``(batch, heads, blocks, bytes)``.
+    """Look up the centroids of a packed section of ``(batch * heads, blocks, bytes)``.
 
     Returns:
-        ``(batch, heads, blocks, rows, count)`` float32, or with ``rows_first`` ``(batch, heads, rows, blocks,
-        count)``; and how many codes come out of one lookup. They lie side by side, as :func:`_interleave` orders the
-        other factor, which is cheaper than putting them in place.
+        Contiguous ``(batch * heads, blocks, rows, count)`` float32, or with ``rows_first`` ``(batch * heads, rows,
+        blocks, count)``; and how many codes come out of one lookup. They lie side by side, as :func:`_interleave`
+        orders the other factor, which is cheaper than putting them in place.
     """
     assert section.bits is not None
     table = tables.byte_tables[index]
     data = section_bytes(packed, section)
     if table is None or section.count * section.bits % 8:
         codes = unpack_codes(data, section.bits, section.rows, section.count)
-        codes = codes.transpose(2, 3) if rows_first else codes
-        return torch.index_select(tables.centroids[index], 0, codes.int().flatten()).view(codes.shape), 1
+        codes = (codes.transpose(1, 2) if rows_first else codes).int()
+        return torch.index_select(tables.centroids[index], 0, codes.reshape(-1)).view(codes.shape), 1
     keys = _table_index(data, section)
-    keys = keys.transpose(2, 3).contiguous().int() if rows_first else keys.int()
+    keys = keys.transpose(1, 2).contiguous().int() if rows_first else keys.int()
     levels = torch.index_select(table, 0, keys.reshape(-1)).view(torch.float32)
-    return levels.view(*keys.shape[:-1], section.count), section.count // keys.shape[-1]
+    return levels, section.count // keys.shape[-1]
 
 
 def _interleave(factor: torch.Tensor, together: int) -> torch.Tensor:
