@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import CacheStateError, ConfigError
-from hf_turboquant.layer_choice import compressed_layer
+from hf_turboquant.layer_choice import compressed_layer, settings_for
 from hf_turboquant.layers import TurboQuantLayer, select_states
 from hf_turboquant.offload import OffloadSchedule
 from hf_turboquant.ops import VectorTables
@@ -60,7 +60,8 @@ class TurboQuantCache(DynamicCache):
                 f"model_config must be a transformers configuration, got {type(model_config).__name__}; pass "
                 "model.config"
             )
-        self.turboquant_config = resolve_config(config, **overrides)
+        text_config = model_config.get_text_config(decoder=True)
+        self.turboquant_config = settings_for(resolve_config(config, **overrides), text_config)
         super().__init__(config=model_config)
         self.layers = [
             compressed_layer(layer, self.turboquant_config, index, windowed=windowed)
@@ -68,7 +69,6 @@ class TurboQuantCache(DynamicCache):
         ]
         self._model_config = model_config
         self._windowed = windowed
-        text_config = model_config.get_text_config(decoder=True)
         self._steps = StepCheck(getattr(text_config, "cross_attention_layers", None) or ())
         self._offload: OffloadSchedule | None = None
         if offloading:

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
-from transformers import cache_utils
+from transformers import PreTrainedConfig, cache_utils
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.layers import TurboQuantLayer
 from hf_turboquant.window_layers import TurboQuantSlidingLayer
 from hf_turboquant.window_store import window_pays
 
+MAX_GUARDED_BITS: Final = 4
+"""Most bits of keys the guard looks after."""
+
+_log = logging.getLogger("hf_turboquant")
+
 _HYBRIDS: Final = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+
+
+_SINK_LOGIT_MODELS: Final = frozenset(
+    {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"}
+)
+
+
+def settings_for(config: TurboQuantConfig, model_config: PreTrainedConfig) -> TurboQuantConfig:
+    """Return the settings a model gets: those given, or 8-bit keys where its kind is known not to bear fewer.
+
+    Models with sink logits, and latent keys shared by all heads (MLA), are reported to lose the text below 8 bits. Only
+    the guard changes settings: ``guard="off"`` keeps them.
+
+    Args:
+        config: Settings asked for.
+        model_config: Configuration of the text model.
+    """
+    if config.guard == "off" or config.key_codec != "mse" or config.key_bits > MAX_GUARDED_BITS:
+        return config
+    if model_config.model_type in _SINK_LOGIT_MODELS:
+        reason = f"models of type {model_config.model_type} have sink logits"
+    elif getattr(model_config, "kv_lora_rank", None):
+        reason = "its keys are latents shared by all heads"
+    else:
+        return config
+    _log.warning("keys are stored in 8 bits: %s; guard='off' keeps the %d bits asked for", reason, config.key_bits)
+    return config.replace(key_bits=8, key_split="none", key_centering="none")
 
 
 def compressed_layer(stock: Any, config: TurboQuantConfig, layer_idx: int, *, windowed: bool) -> Any:
