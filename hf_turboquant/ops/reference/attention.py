@@ -69,7 +69,7 @@ class _Softmax:
             plain = unrotate(self.rotated.unflatten(0, heads), tables).flatten(0, 1)
             out = plain if out is None else out + plain
         assert out is not None
-        return out / torch.where(self.total == 0, 1.0, self.total)[..., None]
+        return out / self.total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
 
 
 @dataclass(frozen=True)
@@ -149,21 +149,39 @@ def _segments(view: KVView, *, in_order: bool) -> Iterator[_Segment]:
 
 
 def _block_segments(view: KVView) -> Iterator[_Segment]:
-    done = 0
+    """Yield the packed blocks, :data:`CHUNK_BLOCKS` at a time whatever arenas they lie in."""
+    first = 0
+    for parts in _chunks(view):
+        # (batch * heads, blocks, bytes): one pass over bytes, so that the products below are plain batched ones
+        turned = [part.flatten(1, 2).transpose(0, 1) for part in parts]
+        records = turned[0].contiguous() if len(turned) == 1 else torch.cat(turned, dim=1)
+        blocks = records.shape[1]
+        tokens, kept = blocks * BLOCK_TOKENS, None
+        counts = view.block_tokens[first : first + blocks] if view.block_tokens is not None else ()
+        if counts and min(counts) < BLOCK_TOKENS:
+            tokens = sum(counts)
+            valid = torch.arange(BLOCK_TOKENS)[None] < torch.tensor(counts)[:, None]
+            kept = valid.flatten().nonzero().flatten().to(records.device)
+        yield _Segment(tokens, records=records, kept=kept)
+        first += blocks
+
+
+def _chunks(view: KVView) -> Iterator[list[torch.Tensor]]:
+    """Yield the blocks in use as runs of arenas of :data:`CHUNK_BLOCKS` in all, the last of what is left."""
+    parts: list[torch.Tensor] = []
+    left, room = view.num_blocks, CHUNK_BLOCKS
     for arena in view.arenas:
-        used = min(view.num_blocks - done, arena.shape[0])
-        for start in range(0, used, CHUNK_BLOCKS):
-            stop = min(start + CHUNK_BLOCKS, used)
-            # (batch * heads, blocks, bytes): one pass over bytes, so that the products below are plain batched ones
-            records = arena[start:stop].flatten(1, 2).transpose(0, 1).contiguous()
-            tokens, kept = (stop - start) * BLOCK_TOKENS, None
-            counts = view.block_tokens[done + start : done + stop] if view.block_tokens is not None else ()
-            if counts and min(counts) < BLOCK_TOKENS:
-                tokens = sum(counts)
-                valid = torch.arange(BLOCK_TOKENS)[None] < torch.tensor(counts)[:, None]
-                kept = valid.flatten().nonzero().flatten().to(arena.device)
-            yield _Segment(tokens, records=records, kept=kept)
-        done += used
+        start, used = 0, min(left, arena.shape[0])
+        while start < used:
+            part = arena[start : min(start + room, used)]
+            parts.append(part)
+            start, room = start + part.shape[0], room - part.shape[0]
+            if not room:
+                yield parts
+                parts, room = [], CHUNK_BLOCKS
+        left -= used
+    if parts:
+        yield parts
 
 
 def _segment_scores(segment: _Segment, query: torch.Tensor, rot_query: torch.Tensor, view: KVView) -> torch.Tensor:

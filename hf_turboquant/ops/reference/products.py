@@ -32,7 +32,7 @@ def block_scores(rot_query: torch.Tensor, packed: torch.Tensor, codec: VectorCod
     shape = (pairs, rows, packed.shape[1], BLOCK_TOKENS)
     norms = read_plain(packed, fmt.sections["norms"]).float()
     if fmt.centered:
-        means = read_plain(packed, fmt.sections["mean"]).float().squeeze(2)
+        means = read_plain(packed, fmt.sections["mean"])[:, :, 0].float()
         scores = torch.bmm(rot_query, means.mT)[..., None]
     else:
         scores = rot_query.new_zeros(())
