@@ -17,7 +17,7 @@ from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import VectorCodec
 from hf_turboquant.presets import resolve_config
 from hf_turboquant.quantizers import build_key_codec, build_value_codec
-from hf_turboquant.store import GROWTH_DIVISOR
+from hf_turboquant.store import FIRST_SLOTS, GROWTH_DIVISOR
 from hf_turboquant.window_store import window_pays
 
 GB: Final = 1000**3
@@ -230,19 +230,21 @@ def _store_bytes(layer: LayerShape, config: TurboQuantConfig, tokens: int, *, gr
     rest = tokens - sinks
     blocks = max(0, rest - config.residual_window) // BLOCK_TOKENS
     tail = rest - blocks * BLOCK_TOKENS
-    full = config.residual_window + BLOCK_TOKENS
-    slots = min(full, max(tail, _FIRST_SLOTS)) if tail else 0
+    slots = _tail_slots(tail, rest, config, grown=grown)
     capacity = blocks
     if grown and rest:
-        slots = full if rest >= full else min(full, max(2 * tail, _FIRST_SLOTS))
-        # the arena added with the newest block is a sixteenth of the whole, or one block
+        # the arena added with the newest block is GROWTH_DIVISOR's share of the whole, or one block
         capacity = blocks - 1 + max(1, -(-blocks // GROWTH_DIVISOR)) if blocks else 0
     exact = (sinks + slots) * 2 * layer.values_per_token
     return layer.num_kv_heads * capacity * record + exact + (order if blocks else 0)
 
 
-_FIRST_SLOTS: Final = 32
-"""Tokens a new exact window has room for."""
+def _tail_slots(tail: int, rest: int, config: TurboQuantConfig, *, grown: bool) -> int:
+    """Return the slots of the ring of exact tokens: after a prompt, or at most in a text that grew token by token."""
+    full = config.residual_window + BLOCK_TOKENS
+    if grown and rest:
+        return full if rest >= full else min(full, max(2 * tail, FIRST_SLOTS))
+    return min(full, max(tail, FIRST_SLOTS)) if tail else 0
 
 
 def _is_compressed(layer: LayerShape, config: TurboQuantConfig) -> bool:
@@ -258,11 +260,9 @@ def _window_bytes(layer: LayerShape, config: TurboQuantConfig, tokens: int, *, g
     rest = min(tokens, layer.window - 1)
     blocks = max(0, rest - config.residual_window) // BLOCK_TOKENS
     tail = rest - blocks * BLOCK_TOKENS
-    full = config.residual_window + BLOCK_TOKENS
-    slots = min(full, max(tail, _FIRST_SLOTS)) if tail else 0
+    slots = _tail_slots(tail, rest, config, grown=grown)
     ring = blocks
     if grown and rest:
-        slots = full if rest >= full else min(full, max(2 * tail, _FIRST_SLOTS))
         steady = -(-(layer.window - config.residual_window) // BLOCK_TOKENS) + 1
         ring = steady if tokens >= layer.window else min(steady, 2 * blocks)
     exact = slots * 2 * layer.values_per_token

@@ -22,6 +22,10 @@ GROWTH_DIVISOR = 32
 """A new arena holds one block for every so many already packed: growth steps of one thirty-second."""
 
 
+FIRST_SLOTS = 32
+"""Tokens a new exact window has room for."""
+
+
 class KVStore:
     """Compressed keys and values of one layer.
 
@@ -299,7 +303,7 @@ class KVStore:
         slots = self.tail_keys.shape[2]
         if needed <= slots:
             return
-        size = min(full, max(needed, 2 * slots, 32))
+        size = min(full, max(needed, 2 * slots, FIRST_SLOTS))
         for name, like in (("tail_keys", self._key_like), ("tail_values", self._value_like)):
             old = getattr(self, name)
             grown = torch.empty(*like.shape[:2], size, like.shape[3], dtype=like.dtype, device=like.device)

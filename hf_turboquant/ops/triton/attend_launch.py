@@ -82,6 +82,13 @@ def needs_block_table(view: KVView) -> bool:
     return view.num_blocks > 0 and (view.block_tokens is not None or view.num_blocks > view.arenas[0].shape[0])
 
 
+def block_table_of(view: KVView, given: BlockTable | None) -> BlockTable | None:
+    """Return the table given, or one built where a view needs one; None where it does not."""
+    if given is not None or not needs_block_table(view):
+        return given
+    return build_block_table(view.arenas, view.num_blocks, view.block_tokens)
+
+
 def merge_results(first: AttendResult, second: AttendResult) -> AttendResult:
     """Join attention over two disjoint sets of tokens of the same sequence.
 
@@ -139,7 +146,7 @@ def attend_portable(
     out = query.new_empty(batch, num_q_heads, q_len, view.values.format.head_dim)
     if not out.numel():
         return out
-    query = _rows_in_order(query)
+    query = rows_in_order(query)
     plan = _plan(query, view, options)
     # one allocation: partial results, then peaks and totals
     rows = batch * view.num_kv_heads * plan.num_splits * plan.num_rows
@@ -181,7 +188,7 @@ def _plan(query: torch.Tensor, view: KVView, options: AttendOptions) -> _Plan:
     )
 
 
-def _rows_in_order(tensor: torch.Tensor) -> torch.Tensor:
+def rows_in_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
 
@@ -223,7 +230,7 @@ def _rotate_query(
     tile_rows = 16
     grid = (-(-plan.num_rows // tile_rows), batch * view.num_kv_heads, -(-head_dim // columns))
     rotate_query_kernel[grid](
-        query, *_matrices(tables, query, "channel_order", "rotation", "projection"), rot_query, sign_query,
+        query, *matrices_or(tables, query, "channel_order", "rotation", "projection"), rot_query, sign_query,
         *query.stride()[:3], view.num_kv_heads, num_q_heads // view.num_kv_heads, q_len,
         scaling, scaling * tables.projection_scale,
         K=plan.keys, ROWS=tile_rows, COLUMNS=columns, BLOCK_K=16, ROTATED=tables.rotation is not None,
@@ -232,7 +239,8 @@ def _rotate_query(
     return rot_query, sign_query
 
 
-def _matrices(tables: VectorTables, absent: torch.Tensor, *names: str) -> list[torch.Tensor]:
+def matrices_or(tables: VectorTables, absent: torch.Tensor, *names: str) -> list[torch.Tensor]:
+    """Return the named tables, and ``absent`` where there is none: a kernel wants a pointer it then does not read."""
     found = [getattr(tables, name) for name in names]
     return [absent if matrix is None else matrix for matrix in found]
 
@@ -249,13 +257,11 @@ def _launch_attend(
 ) -> None:
     batch, num_q_heads, q_len, _ = query.shape
     heads, launch = view.num_kv_heads, plan.launch
-    use_table = block_table is not None or needs_block_table(view)
-    if use_table and block_table is None:
-        block_table = build_block_table(view.arenas, view.num_blocks, view.block_tokens)
+    block_table = block_table_of(view, block_table)
     arena = view.arenas[0] if view.arenas else query
     table = (arena, arena, arena) if block_table is None else _table_tensors(block_table)
-    sinks = [_rows_in_order(tensor) for tensor in (view.sink_keys, view.sink_values)]
-    tails = [_rows_in_order(tensor) for tensor in (view.tail_keys, view.tail_values)]
+    sinks = [rows_in_order(tensor) for tensor in (view.sink_keys, view.sink_values)]
+    tails = [rows_in_order(tensor) for tensor in (view.tail_keys, view.tail_values)]
     causal = options.mask is None and options.is_causal and q_len > 1
     windowed = options.mask is None and options.sliding_window is not None
     mask_kind, mask, mask_strides = _mask_arguments(options, query)
@@ -279,7 +285,7 @@ def _launch_attend(
         EXACT_DTYPE=product_dtype(view.tail_keys.dtype), PRECISION="ieee",
         PERMUTE=can_permute(_code_dtype(query)),
         MASK=mask_kind, CAUSAL_BLOCKS=causal and packed_end > view.seq_len - q_len + 1, CAUSAL_EXACT=causal,
-        WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=use_table,
+        WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=block_table is not None,
         num_warps=launch.num_warps,
     )  # fmt: skip
 
@@ -325,7 +331,7 @@ def _launch_combine(
     heads, tables = view.num_kv_heads, view.values.tables
     rotated = tables.rotation is not None
     combine_kernel[(plan.num_rows, batch * heads)](
-        *partials, *_matrices(tables, out, "rotation", "channel_order"),
+        *partials, *matrices_or(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, out if lse is None else lse,
         heads, num_q_heads // heads, q_len, plan.packed_splits if rotated else 0, plan.num_splits,
         HEAD_DIM=head_dim, HEAD_DIM_PAD=plan.values.head_dim_pad,

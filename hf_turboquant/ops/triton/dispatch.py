@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_turboquant.ops.triton import attend_launch
-from hf_turboquant.ops.triton.attend_launch import AttendResult, BlockTable, build_block_table, needs_block_table
+from hf_turboquant.ops.triton.attend_launch import AttendResult, BlockTable, block_table_of, rows_in_order
 from hf_turboquant.ops.triton.fast_plan import triton_obstacle
 from hf_turboquant.ops.triton.launch import device_limits
 from hf_turboquant.ops.view import AttendOptions, KVView
@@ -54,7 +54,5 @@ def _attend(
         return attend_launch.attend_portable(query, view, options, block_table=block_table, lse=lse)
     from hf_turboquant.ops.triton import fast_attend
 
-    if block_table is None and needs_block_table(view):
-        block_table = build_block_table(view.arenas, view.num_blocks, view.block_tokens)
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    return fast_attend.fast_attend(query, view, options, block_table=block_table, lse=lse)
+    block_table = block_table_of(view, block_table)
+    return fast_attend.fast_attend(rows_in_order(query), view, options, block_table=block_table, lse=lse)

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 
 from hf_turboquant.layout import VectorFormat
-from hf_turboquant.ops.triton.attend_launch import BlockTable
+from hf_turboquant.ops.triton.attend_launch import BlockTable, matrices_or
 from hf_turboquant.ops.triton.fast_combine import fast_combine_kernel
 from hf_turboquant.ops.triton.fast_kernel import fast_attend_kernel
 from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table
@@ -134,11 +134,6 @@ def _plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
     )
 
 
-def _matrices(codec: VectorCodec, absent: torch.Tensor) -> list[torch.Tensor]:
-    found = (codec.tables.rotation, codec.tables.channel_order)
-    return [absent if matrix is None else matrix for matrix in found]
-
-
 def _level_tables(codec: VectorCodec) -> list[LevelTable]:
     groups = codec.format.groups
     return [level_table(codec.tables.centroids[index], group.size) for index, group in enumerate(groups)]
@@ -161,7 +156,7 @@ def _prepare_query(
     query8 = prepared[:split].view(torch.int8)
     query16 = prepared[split : 3 * split].view(torch.bfloat16)
     scales = prepared[3 * split :].view(torch.float32)
-    rotation, order = _matrices(view.keys, query)
+    rotation, order = matrices_or(tables, query, "rotation", "channel_order")
     quantize_query_kernel[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
         query, order, rotation, query8, query16, scales, *query.stride()[:3],
         heads, num_q_heads // heads, q_len, options.scaling * _LOG2E, levels[0].unit,
@@ -220,7 +215,7 @@ def _combine(
     columns = 32 if plan.num_rows * batch * heads <= 64 else head_dim
     overlap = {"launch_pdl": True} if plan.overlap else {}
     fast_combine_kernel[(head_dim // columns, plan.num_rows, batch * heads)](
-        *partials, *_matrices(view.values, out),
+        *partials, *matrices_or(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, out if lse is None else lse,
         heads, num_q_heads // heads, q_len, plan.packed_splits, plan.num_splits,
         HEAD_DIM=head_dim, SPLITS=splits, EXACT=next_power_of_2(max(plan.exact_splits, 1)),
