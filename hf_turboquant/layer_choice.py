@@ -9,11 +9,9 @@ from transformers import PreTrainedConfig, cache_utils
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.layers import TurboQuantLayer
+from hf_turboquant.quantizers.guard import is_guarded
 from hf_turboquant.window_layers import TurboQuantSlidingLayer
 from hf_turboquant.window_store import window_pays
-
-MAX_GUARDED_BITS: Final = 4
-"""Most bits of keys the guard looks after."""
 
 _log = logging.getLogger("hf_turboquant")
 
@@ -35,7 +33,7 @@ def settings_for(config: TurboQuantConfig, model_config: PreTrainedConfig) -> Tu
         config: Settings asked for.
         model_config: Configuration of the text model.
     """
-    if config.guard == "off" or config.key_codec != "mse" or config.key_bits > MAX_GUARDED_BITS:
+    if not is_guarded(config):
         return config
     if model_config.model_type in _SINK_LOGIT_MODELS:
         reason = f"models of type {model_config.model_type} have sink logits"

@@ -48,6 +48,11 @@ class GuardDecision:
     reason: str = ""
 
 
+def is_guarded(config: TurboQuantConfig) -> bool:
+    """Whether the guard may change how keys are stored under some settings."""
+    return config.guard != "off" and config.key_codec == "mse" and config.key_bits <= GUARDED_BITS
+
+
 def guard_keys(config: TurboQuantConfig, energy: torch.Tensor) -> GuardDecision:
     """Decide how the keys of a layer are kept.
 
@@ -59,7 +64,7 @@ def guard_keys(config: TurboQuantConfig, energy: torch.Tensor) -> GuardDecision:
         The decision. Nothing changes unless ``guard`` is ``auto`` and keys are ``mse`` of at most 4 bits.
     """
     unchanged = GuardDecision(0, config.key_bits)
-    if config.guard == "off" or config.key_codec != "mse" or config.key_bits > GUARDED_BITS:
+    if not is_guarded(config):
         return unchanged
     energy = energy.double().cpu()
     head_dim = energy.shape[-1]
