@@ -133,6 +133,7 @@ CASES = {
     "k3v3": {"key_bits": 3, "value_bits": 3},
     "k4v4": {"key_bits": 4, "value_bits": 4},
     "k42v2": {"key_bits": (4, 2), "value_bits": 2, "head_dim": 128},
+    "k31v2": {"key_bits": (3, 1), "value_bits": 2, "head_dim": 128},
     "k24v4": {"key_bits": (2, 4), "value_bits": 4, "head_dim": 128},
     "not_centered": {"key_bits": 2, "value_bits": 4, "centered": False},
     "head_dim_256": {"key_bits": 3, "value_bits": 2, "head_dim": 256, "blocks": 1},

@@ -65,9 +65,9 @@ def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capabili
 @lru_cache(maxsize=64)
 def _format_obstacle(keys: VectorFormat, values: VectorFormat) -> str:
     """Say what the kernel cannot read in a pair of formats; empty when it can read them."""
-    for name, fmt in (("keys", keys), ("values", values)):
-        if fmt.kind != "mse" or any(group.bits not in (2, 3, 4) for group in fmt.groups):
-            return f"the fast kernel reads mse codes of 2, 3 or 4 bits, got {name} of another kind"
+    for name, fmt, widths in (("keys", keys, (1, 2, 3, 4)), ("values", values, (2, 3, 4))):
+        if fmt.kind != "mse" or any(group.bits not in widths for group in fmt.groups):
+            return f"the fast kernel reads mse codes of {widths} bits as {name}, got others"
         if fmt.head_dim not in _HEAD_DIMS or any(group.size % 64 for group in fmt.groups):
             return f"the fast kernel needs {name} of {_HEAD_DIMS} channels in groups of whole 64s, got {fmt.head_dim}"
         if fmt.norm_dtype != torch.float16:

@@ -72,9 +72,11 @@ def _load_norms(part, lane_offset, OFFSET: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def _load_row(address, high_address, ROW: gl.constexpr, G: gl.constexpr):
     """Load the words of this lane of a row of codes, first plane then high bits."""
-    WORDS: gl.constexpr = G.row_bytes // 16
-    words = load_words(address + (G.codes + ROW * G.row_bytes), WORDS)
-    if G.bits == 3:
+    WORDS: gl.constexpr = G.lane_words
+    words = ()
+    if G.bits > 1:
+        words = load_words(address + (G.codes + ROW * G.row_bytes), WORDS)
+    if G.bits % 2 == 1:
         words = words + load_words(high_address + (G.sign_codes + ROW * G.sign_row_bytes), WORDS)
     return words
 
@@ -82,8 +84,7 @@ def _load_row(address, high_address, ROW: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def lane_offsets_of(row, t, G: gl.constexpr):
     """Return where this lane reads in the first plane and in the plane of high bits, bytes behind row ``row``."""
-    WORDS: gl.constexpr = G.row_bytes // 16
-    return row * G.row_bytes + t * (4 * WORDS), row * G.sign_row_bytes + t % 2 * (4 * WORDS)
+    return row * G.row_bytes + t * (4 * G.lane_words), row * G.sign_row_bytes + t % 2 * (4 * G.lane_words)
 
 
 @gluon.jit
@@ -104,10 +105,12 @@ def _load_keys(part, offsets, G: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def _unpack_row(words, high_shift, low_table, high_table, G: gl.constexpr):
     """Turn the words of a row into level registers, 4 codes each."""
-    WORDS: gl.constexpr = G.row_bytes // 16
+    WORDS: gl.constexpr = G.lane_words
     registers = ()
     for index in gl.static_range(WORDS):
         high = words[index]
+        if G.bits == 1:
+            high = high >> high_shift
         if G.bits == 3:
             high = words[WORDS + index] >> high_shift
         registers = registers + unpack(words[index], high, low_table, high_table, G.bits)

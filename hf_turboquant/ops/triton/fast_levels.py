@@ -18,11 +18,11 @@ from hf_turboquant.packing import fold_codes
 
 @dataclass(frozen=True)
 class LevelTable:
-    """Bytes of a codebook of 2, 3 or 4 bits.
+    """Bytes of a codebook of 1 to 4 bits.
 
     Attributes:
         low: Levels of selectors 0 to 3, the first in the lowest byte, as a signed 32-bit int.
-        high: Levels of selectors 4 to 7; 0 for 2 bits.
+        high: Levels of selectors 4 to 7; 0 for 1 and 2 bits.
         unit: What one unit of a level is worth.
         excess: Relative increase of the mean squared error over the float table.
     """

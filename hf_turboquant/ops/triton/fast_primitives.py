@@ -81,6 +81,12 @@ def start_next():
 @gluon.constexpr_function
 def _unpack_assembly(bits):
     # $4 (or $2) the word; nibbles of a and b select: a the codes of even parts, b those of odd parts
+    if bits == 1:
+        return """{ .reg .b32 a, b;
+            and.b32 a, $4, 0x11111111;  shr.u32 b, $4, 2;  and.b32 b, b, 0x11111111;
+            prmt.b32 $0, $5, 0, a;  prmt.b32 $1, $5, 0, b;
+            shr.u32 a, a, 16;  shr.u32 b, b, 16;
+            prmt.b32 $2, $5, 0, a;  prmt.b32 $3, $5, 0, b; }"""
     if bits == 2:
         return """{ .reg .b32 a, b;
             and.b32 a, $4, 0x33333333;  shr.u32 b, $4, 2;  and.b32 b, b, 0x33333333;
@@ -108,18 +114,18 @@ def unpack(word, high, low_table, high_table, BITS: gl.constexpr):
     """Turn a word of codes into level registers: of the lower half word even parts, odd parts, then of the upper half.
 
     Args:
-        word: int32, 16 codes of 2 bits (3 bits: their low two), or 8 codes of 4 bits.
-        high: 3 bits: int32 whose even bits are the high bits of the codes. Else unused.
+        word: int32, 16 codes of 2 bits (3 bits: their low two), or 8 codes of 4 bits. Unused for 1 bit.
+        high: 3 bits: int32 whose even bits are the high bits of the codes; 1 bit: the codes. Else unused.
         low_table: int32, levels of codes 0 to 3.
-        high_table: int32, levels of codes 4 to 7; unused for 2 bits.
-        BITS: 2, 3 or 4.
+        high_table: int32, levels of codes 4 to 7; unused for 1 and 2 bits.
+        BITS: 1, 2, 3 or 4.
 
     Returns:
         4 level registers, or 2 for 4 bits. Levels of 4 bits are half a step below what they stand for.
     """
-    if BITS == 2:
+    if BITS <= 2:
         a, b, c, d = gl.inline_asm_elementwise(
-            _unpack_assembly(2), "=&r,=&r,=&r,=&r,r,r", [word, low_table],
+            _unpack_assembly(BITS), "=&r,=&r,=&r,=&r,r,r", [high if BITS == 1 else word, low_table],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b, c, d)

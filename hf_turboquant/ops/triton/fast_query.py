@@ -13,9 +13,9 @@ def _fragment_offset(channel, G: tl.constexpr):
 
     It is the place where ``unpack`` leaves the code of that channel.
     """
-    lane_bytes = G.row_bytes // 4
-    part = channel // G.row_bytes
-    byte = channel % G.row_bytes
+    lane_bytes = 4 * G.lane_words
+    part = channel // (4 * lane_bytes)
+    byte = channel % (4 * lane_bytes)
     lane = byte // lane_bytes
     inside = byte % lane_bytes
     if G.width == 4:

@@ -64,19 +64,24 @@ class GroupTraits:
         return self.count * self.width // 8
 
     @property
+    def lane_words(self) -> int:
+        """Words of a row for each of four lanes. A word of 1-bit codes is for two lanes, each taking every other bit."""
+        return self.count * max(self.width, 2) // 128
+
+    @property
     def row_bytes_pad(self) -> int:
         """``row_bytes`` as a tile extent: a power of two that a matrix product can sum over."""
         return max(next_power_of_2(self.row_bytes), 16)
 
     @property
     def sign_row_bytes(self) -> int:
-        """Bytes in a row of the plane of high bits (3-bit codes)."""
+        """Bytes in a row of the plane of high bits (3-bit and 1-bit codes)."""
         return self.count // 8
 
     @property
     def sign_codes(self) -> int:
-        """Byte offset of the plane of high bits (3-bit codes)."""
-        return self.codes + self.rows * self.row_bytes
+        """Byte offset of the plane of high bits: of 3-bit codes the second plane, of 1-bit codes the only one."""
+        return self.codes + (self.rows * self.row_bytes if self.bits > 1 else 0)
 
     @property
     def size_pad(self) -> int:
