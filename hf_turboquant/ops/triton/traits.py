@@ -65,7 +65,7 @@ class GroupTraits:
 
     @property
     def lane_words(self) -> int:
-        """Words of a row for each of four lanes. A word of 1-bit codes is for two lanes, each taking every other bit."""
+        """Words of a row for each of four lanes; of 1-bit codes each is read by two, which take every other bit."""
         return self.count * max(self.width, 2) // 128
 
     @property
