@@ -1,4 +1,4 @@
-"""Plots of the evaluations."""
+"""Plots of the evaluations: one look for all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,107 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DOTS_PER_INCH: Final = 130
+GRID: Final = "#e6e6e6"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a plot.
+
+    Attributes:
+        name: In the legend; empty for none.
+        points: (x, y) pairs in the order of x.
+        color: Of the line and its markers.
+        marker: Of matplotlib; empty for a line without.
+        style: Of matplotlib: ``-``, ``--``, ``:``.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    color: str
+    marker: str = "o"
+    style: str = "-"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a plot: its name, its length, its colour, and what is written behind it."""
+
+    name: str
+    value: float
+    color: str
+    label: str
+
+
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure and its axes, side by side.
+
+    Args:
+        width: Inches.
+        height: Inches.
+        columns: Axes.
+    """
+    # only plots need it, and tables should not
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def dress(axes: Axes, *, title: str, xlabel: str, ylabel: str) -> None:
+    """Give axes the look of all plots: a title at the left, a light grid behind, no frame above and at the right."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(True, which="major", color=GRID)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG; the same figure gives the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Software": None})
+
+
+def draw_lines(axes: Axes, lines: Sequence[Line]) -> None:
+    """Draw curves over tokens, both axes logarithmic, with every length that occurs named below."""
+    for line in lines:
+        xs, ys = zip(*line.points)
+        axes.plot(
+            xs, ys, color=line.color, marker=line.marker, linestyle=line.style, markersize=5, linewidth=1.6,
+            label=line.name or None,
+        )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({x for line in lines for x, _ in line.points})
+    axes.set_xticks(lengths, [f"{length / 1024:g}k" for length in lengths])
+    # here, as in new_figure: tables should not need it
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
+    """Draw horizontal bars on a logarithmic axis, the first at the top, each with its label."""
+    places = range(len(bars))
+    axes.barh(places, [bar.value for bar in bars], color=[bar.color for bar in bars], height=0.68)
+    axes.set_yticks(places, [bar.name for bar in bars])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.grid(False, axis="y")
+    for place, bar in zip(places, bars):
+        axes.annotate(bar.label, (bar.value, place), (4, 0), textcoords="offset points", va="center", fontsize=8.5)
+    # room for the labels
+    axes.set_xlim(right=max(bar.value for bar in bars) * 6)
 
 
 @dataclass(frozen=True)
@@ -49,11 +150,7 @@ def plot_pareto(points: Sequence[Point], path: Path, title: str) -> None:
         path: PNG to write.
         title: Above the plot.
     """
-    # only plots need it, and tables should not
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 6.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(9.5, 6.2)
     frontier = pareto_front(points)
     axes.plot([p.bits for p in frontier], [p.loss for p in frontier], color="#dde6e0", linewidth=3, zorder=1)
     for family, (color, marker) in STYLES.items():
@@ -71,17 +168,16 @@ def plot_pareto(points: Sequence[Point], path: Path, title: str) -> None:
                 zorder=3,
             )
     axes.set_yscale("log")
-    axes.set_xlabel("bits per element of the compressed part (codes, norms, scales, means)")
-    axes.set_ylabel("KL to the dense cache, nats per token")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(True, which="major", color="#e6e6e6")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(
+        axes,
+        title=title,
+        xlabel="bits per element of the compressed part (codes, norms, scales, means)",
+        ylabel="KL to the dense cache, nats per token",
+    )
     axes.margins(x=0.08, y=0.08)
     axes.legend(frameon=False)
     _label(axes, points)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    save(figure, path)
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
