@@ -27,7 +27,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 .PHONY: demo
 demo: $(VENV)/.demo  ## install, then generate from a dense and from a compressed cache (ARGS= for its options)
@@ -35,7 +35,7 @@ demo: $(VENV)/.demo  ## install, then generate from a dense and from a compresse
 
 # pytest comes last: a CI reads the last lines
 .PHONY: test
-test: lint types oldest unit  ## all checks: lint, types, oldest, unit
+test: lint types docs oldest unit  ## all checks: lint, types, docs, oldest, unit
 
 .PHONY: lint
 lint: $(VENV)/.dev  ## ruff and the import contracts
@@ -46,6 +46,11 @@ lint: $(VENV)/.dev  ## ruff and the import contracts
 .PHONY: types
 types: $(VENV)/.dev  ## mypy, strict
 	$(BIN)/mypy
+
+# the variable silences an advertisement
+.PHONY: docs
+docs: $(VENV)/.dev  ## the documentation site, into site/; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # one thread per worker: the small matrices of the tests gain nothing from more
 unit: export OMP_NUM_THREADS ?= 1
@@ -63,12 +68,29 @@ oldest: export PYTHONPATH = $(abspath $(VENV))/oldest
 oldest: $(VENV)/.oldest  ## pytest on the oldest supported transformers: the contract and the modes of generate()
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --quiet tests/hf
 
+# full precision, the default, three bits, and a control that must be seen to lose needles: two bits as published
+NIAH_CACHES := k4v4 k3v3 paper-mse3:key_bits=2,value_bits=2
+
+.PHONY: niah
+niah: $(VENV)/.dev  ## needles in 512 to 4096 tokens on the small model, and their heat maps, docs/niah.png (ARGS=)
+	$(BIN)/python -m evals.niah $(NIAH_CACHES:%=--cache %) --lengths 512,1024,2048,4096 --depths 0:100:20 \
+	    --out runs/niah-grid --results evals/results/niah_grid.jsonl $(ARGS)
+	$(BIN)/python -m evals.figures needles
+
+.PHONY: figures
+figures: $(VENV)/.dev  ## every figure and table of README and docs, from the results there are
+	$(BIN)/python -m evals.figures $(ARGS)
+
+.PHONY: notebooks
+notebooks: $(VENV)/.dev  ## examples/notebooks/*.ipynb from the .py beside them, executed
+	$(BIN)/python examples/notebooks/build.py
+
 .PHONY: install
 install: $(VENV)/.dev  ## only the environment
 
 .PHONY: clean
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site
 
 # one step at a time even under make -j: each writes to the same environment, and the output must end with pytest
 .NOTPARALLEL:
@@ -93,7 +115,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml constraints.txt Makefile
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install --quiet $(CONSTRAIN) --editable '.[demo,dev]'
+	$(PIP) install --quiet $(CONSTRAIN) --editable '.[demo,dev,docs]'
 	@touch $@
 
 $(VENV)/.oldest: $(VENV)/.dev
