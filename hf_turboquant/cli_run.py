@@ -15,7 +15,7 @@ from hf_turboquant.bench import Geometry, bench
 from hf_turboquant.doctor import doctor, verify_codebooks
 from hf_turboquant.errors import ConfigError
 from hf_turboquant.loading import check_device, check_dtype, check_presets, default_device, read_config, weight_bytes
-from hf_turboquant.planner import SHAPES, Budget, ModelShape, PlanRow, find_device, parse_count, parse_size
+from hf_turboquant.planner import SHAPES, SPEEDS, Budget, ModelShape, PlanRow, find_device, parse_count, parse_size
 from hf_turboquant.planner import plan as make_plan
 from hf_turboquant.presets import PRESETS, resolve_config
 from hf_turboquant.shapes import bits_per_value
@@ -49,7 +49,8 @@ def run_plan(
     each = parse_size(memory) if memory else find_device(device).memory_bytes
     budget = Budget(each, gpus, size, parse_size(fixed), parse_size(activations))
     count = parse_count(tokens)
-    rows = make_plan(shape, budget, count, presets or list(PRESETS))
+    rows = make_plan(shape, budget, count, presets or list(PRESETS), None if memory else SPEEDS.get(device.lower()))
+    timed = any(row.attention_seconds is not None for row in rows)
     if as_json:
         facts = {"model": shape.name, "tokens": count, "budget": asdict(budget)}
         _print_json(console, {**facts, "rows": [asdict(row) for row in rows]})
@@ -57,12 +58,14 @@ def run_plan(
     where = f"{gpus} x {memory or find_device(device).name}"
     table = Table(
         title=f"{shape.name}, {count:,} tokens a request, {where}, weights {size / 1e9:.1f} GB",
-        caption="a / b: codes alone / all that is held: norms, means, exact tokens, unused room",
+        caption="a / b: codes alone / all that is held: norms, means, exact tokens, unused room"
+        + ("\nms a token: attention of one token in all layers, predicted, not measured" if timed else ""),
     )
-    for name in ("cache", "bits", "B/token", "GB a request", "longest", "requests", "GPUs"):
+    columns = ("cache", "bits", "B/token", "GB a request", "longest", "requests", "GPUs")
+    for name in (*columns, "ms a token") if timed else columns:
         table.add_column(name, justify="left" if name == "cache" else "right")
     for row in rows:
-        table.add_row(*_plan_cells(row))
+        table.add_row(*_plan_cells(row), *([_milliseconds(row.attention_seconds)] if timed else []))
     console.print(table)
 
 
@@ -76,6 +79,10 @@ def _plan_cells(row: PlanRow) -> tuple[str, ...]:
         f"{row.nominal_users} / {row.users}",
         "none" if row.gpus is None else str(row.gpus),
     )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
 def _count(value: int | None) -> str:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import ConfigError
+from hf_turboquant.predict import SPEEDS, Speed, model_decode_seconds
 from hf_turboquant.presets import resolve_config
 from hf_turboquant.shapes import GB, SHAPES, LayerShape, ModelShape
 
 __all__ = [
     "DEVICES",
     "SHAPES",
+    "SPEEDS",
     "Budget",
     "Device",
     "LayerShape",
@@ -188,6 +190,8 @@ class PlanRow:
         nominal_users: Requests at once.
         users: The same as held.
         gpus: GPUs needed for one request; None if no number is enough.
+        attention_seconds: Predicted time of attention for one new token, all layers, on one GPU; None where it is not
+            known (:mod:`hf_turboquant.predict`).
     """
 
     cache: str
@@ -200,9 +204,12 @@ class PlanRow:
     nominal_users: int
     users: int
     gpus: int | None
+    attention_seconds: float | None = None
 
 
-def plan(model: ModelShape, budget: Budget, tokens: int, presets: Sequence[str]) -> list[PlanRow]:
+def plan(
+    model: ModelShape, budget: Budget, tokens: int, presets: Sequence[str], speed: Speed | None = None
+) -> list[PlanRow]:
     """Answer every question for a dense cache and some presets.
 
     Args:
@@ -210,6 +217,7 @@ def plan(model: ModelShape, budget: Budget, tokens: int, presets: Sequence[str])
         budget: Memory.
         tokens: Context of a request.
         presets: Names of presets.
+        speed: The machine, for predicted times; None for none.
 
     Raises:
         ConfigError: A preset is unknown, or ``tokens`` is not positive.
@@ -230,7 +238,9 @@ def plan(model: ModelShape, budget: Budget, tokens: int, presets: Sequence[str])
             return model.held_bytes(count, config)
 
         rows.append(_row(name, nominal, held, coordinates, budget, tokens))
-    return rows
+    if speed is None:
+        return rows
+    return [replace(row, attention_seconds=model_decode_seconds(model, row.cache, tokens, speed)) for row in rows]
 
 
 def _row(name: str, nominal: CacheBytes, held: CacheBytes, coordinates: int, budget: Budget, tokens: int) -> PlanRow:

@@ -13,7 +13,7 @@ import torch
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import ConfigError
-from hf_turboquant.layout import BLOCK_TOKENS
+from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
 from hf_turboquant.ops import VectorCodec
 from hf_turboquant.presets import resolve_config
 from hf_turboquant.quantizers import build_key_codec, build_value_codec
@@ -37,6 +37,7 @@ class LayerShape:
         key_dim: Channels of a key.
         value_dim: Channels of a value.
         window: Tokens of a ``sliding`` layer.
+        group_size: Query heads of a KV head; only predictions of time look at it.
     """
 
     kind: LayerKind
@@ -44,6 +45,7 @@ class LayerShape:
     key_dim: int = 0
     value_dim: int = 0
     window: int | None = None
+    group_size: int = 4
 
     @property
     def values_per_token(self) -> int:
@@ -71,13 +73,20 @@ class ModelShape:
 
     @classmethod
     def uniform(
-        cls, name: str, num_layers: int, num_kv_heads: int, head_dim: int, weight_bytes: int | None = None
+        cls,
+        name: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        weight_bytes: int | None = None,
+        group_size: int = 4,
     ) -> ModelShape:
         """Return a model of equal full-attention layers."""
         for argument, value in (("layers", num_layers), ("kv_heads", num_kv_heads), ("head_dim", head_dim)):
             if value < 1:
                 raise ConfigError(f"{argument} must be at least 1, got {value}")
-        return cls(name, (LayerShape("full", num_kv_heads, head_dim, head_dim),) * num_layers, weight_bytes)
+        layer = LayerShape("full", num_kv_heads, head_dim, head_dim, group_size=group_size)
+        return cls(name, (layer,) * num_layers, weight_bytes)
 
     @classmethod
     def from_config(cls, config: Any, *, name: str | None = None, weight_bytes: int | None = None) -> ModelShape:
@@ -202,7 +211,8 @@ def _layer_shape(layer_type: str, config: Any) -> LayerShape:
         return LayerShape(kind, 1, rank, _require(config, "qk_rope_head_dim"), window)
     heads = _require(config, "num_attention_heads")
     head_dim = getattr(config, "head_dim", None) or _require(config, "hidden_size") // heads
-    return LayerShape(kind, getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim, window)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return LayerShape(kind, kv_heads, head_dim, head_dim, window, max(heads // kv_heads, 1))
 
 
 def _require(config: Any, name: str) -> int:
@@ -288,11 +298,17 @@ def code_bits(config: TurboQuantConfig, layer: LayerShape) -> tuple[float, float
 @lru_cache(maxsize=256)
 def _record_bytes(layer: LayerShape, config: TurboQuantConfig) -> tuple[int, int]:
     """Return the bytes of a block record of one head, and those of the channel orders of a layer."""
-    formats = [codec.format for codec in _codecs(layer, config)]
+    formats = layer_formats(layer, config)
     # a layer whose channels are split keeps the order of its own channels
     split = [form for form in formats if form.kind == "mse" and len(form.groups) > 1]
     order = sum(2 * layer.num_kv_heads * form.head_dim for form in split)
     return sum(form.nbytes for form in formats), order
+
+
+def layer_formats(layer: LayerShape, config: TurboQuantConfig) -> tuple[VectorFormat, VectorFormat]:
+    """Return the formats of packed keys and values of a layer, before any guard."""
+    keys, values = _codecs(layer, config)
+    return keys.format, values.format
 
 
 def _codecs(layer: LayerShape, config: TurboQuantConfig) -> tuple[VectorCodec, VectorCodec]:
@@ -305,10 +321,10 @@ def _codecs(layer: LayerShape, config: TurboQuantConfig) -> tuple[VectorCodec, V
 
 SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
     {
-        "llama-70b": ModelShape.uniform("llama-70b", 80, 8, 128, 140 * GB),
+        "llama-70b": ModelShape.uniform("llama-70b", 80, 8, 128, 140 * GB, group_size=8),
         "llama-8b": ModelShape.uniform("llama-8b", 32, 8, 128, 16 * GB),
-        "qwen2.5-7b": ModelShape.uniform("qwen2.5-7b", 28, 4, 128, 15 * GB),
-        "smollm2-135m": ModelShape.uniform("smollm2-135m", 30, 3, 64, 269 * 10**6),
+        "qwen2.5-7b": ModelShape.uniform("qwen2.5-7b", 28, 4, 128, 15 * GB, group_size=7),
+        "smollm2-135m": ModelShape.uniform("smollm2-135m", 30, 3, 64, 269 * 10**6, group_size=3),
     }
 )
 """Shapes of some models by name, weights at 16 bits."""

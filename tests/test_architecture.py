@@ -18,18 +18,24 @@ LONGER: dict[str, str] = {}
 TRANSFORMERS_USERS = {"cache.py", "layers.py", "handle.py", "attention.py", "masks.py", "integrate.py"}
 TRANSFORMERS_USERS |= {"bench.py", "cli_generate.py", "lm_eval.py", "loading.py"}
 TRANSFORMERS_USERS |= {"generation.py", "hybrid_layers.py", "layer_choice.py", "layer_state.py", "persist.py"}
+TRANSFORMERS_USERS |= {"paged_allocator.py", "serving.py", "static_layers.py"}
 # modules with a public face of their own, used by scripts and the command line beside the names of the package
 PUBLIC_MODULES = {
     f"hf_turboquant.{name}"
-    for name in ("bench", "cli_evals", "cli_generate", "cli_run", "doctor", "lm_eval", "loading", "planner", "verify")
-}
+    for name in (
+        "bench", "cli_evals", "cli_generate", "cli_run", "doctor", "lm_eval", "loading", "planner", "predict", "serving",
+        "verify",
+    )
+}  # fmt: skip
 # scripts and the command line see what users see
 SCRIPTS = sorted([*(ROOT / "evals").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), *PACKAGE.glob("cli.py")])
 # scripts that measure what has no public name, each with its reason
 INTERNAL: dict[str, str] = {
+    "evals/compile_cases.py": "calls the kernels one by one, to be compiled",
     "evals/compile_matrix.py": "compiles the kernels one by one for each GPU",
-    "evals/bench_fast.py": "times the parts of one kernel",
-    "evals/speed.py": "times the attend operation without a model around it",
+    "evals/speed_contenders.py": "times the attend operation without a model around it",
+    "evals/speed_ladder.py": "takes a stored layer apart to rebuild what others keep",
+    "evals/thor.py": "counts the instructions of one kernel",
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
