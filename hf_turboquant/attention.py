@@ -7,11 +7,13 @@ from typing import Any, Final
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_turboquant.errors import UnsupportedModelError
 from hf_turboquant.handle import KVHandle, attend_handle, paired_view
 from hf_turboquant.ops import AttendOptions, attend
 from hf_turboquant.ops.view import dense_view
+from hf_turboquant.static_layers import ATTENTION_NAME, attend_store, take_store
 
-NAME: Final = "turboquant"
+NAME: Final = ATTENTION_NAME
 """Name under which attention and mask function are registered."""
 
 _SPARSE_ARGUMENTS: Final = ("indices", "block_indices")
@@ -55,6 +57,19 @@ def turboquant_attention(
     view = paired_view(key, value)
     sparse = any(kwargs.get(name) is not None for name in _SPARSE_ARGUMENTS)
     s_aux = s_aux if s_aux is not None else kwargs.get("sinks")
+    store = take_store(key, value)
+    if store is not None:
+        if sparse or dropout or position_bias is not None:
+            raise UnsupportedModelError(
+                "sparse indices, dropout and a position bias cannot be served in a compiled step; pass "
+                "disable_compile=True to generate(), or leave max_cache_len out"
+            )
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        options = AttendOptions(scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
+        return attend_store(query, store, options).transpose(1, 2).contiguous(), None
+    if view is not None and attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
+        # made for a step that may be compiled: one column for every token there is room for
+        attention_mask = attention_mask[..., : key.shape[2]]
     plain = softcap is None and s_aux is None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if sparse or dropout or _needs_graph(query, key, value) or (view is None and plain):

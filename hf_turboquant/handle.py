@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -54,13 +55,20 @@ class KVHandle(torch.Tensor):
         handle: KVHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=exact.dtype, device=exact.device, requires_grad=False
         )
-        handle.tokens, handle.which, handle.backend, handle.dims = view, which, backend, shape
-        handle.recorder, handle.repeats, handle.hidden = recorder, repeats, hidden
+        # one update for seven attributes: a decode step makes two handles for each layer
+        handle.__dict__.update(
+            tokens=view, which=which, backend=backend, recorder=recorder, dims=shape, repeats=repeats, hidden=hidden
+        )
         return handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe without rebuilding the tensor."""
         return f"KVHandle({self.which}, shape={self.dims}, dtype={self.dtype})"
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape, without the detour through ``__torch_function__``: attention asks four times a layer."""
+        return torch.Size(self.dims)
 
     def materialize(self) -> torch.Tensor:
         """Rebuild the dense tensor, in the dtype and shape of the handle."""
@@ -146,6 +154,22 @@ class PathRecorder:
         self.materialized_calls[reason] = self.materialized_calls.get(reason, 0) + 1
 
 
+def handle_pair(view: KVView, backend: Backend, recorder: PathRecorder, visible: int) -> tuple[KVHandle, KVHandle]:
+    """Return the keys and the values of a view as handles of one layer.
+
+    Args:
+        view: Stored tokens.
+        backend: Who computes.
+        recorder: Counter of the layer.
+        visible: Newest tokens that the handles show; the others are hidden.
+    """
+    batch, num_kv_heads, _, key_dim = view.tail_keys.shape
+    hidden = view.seq_len - visible
+    keys = KVHandle(view, "keys", backend, recorder, (batch, num_kv_heads, visible, key_dim), 1, hidden)
+    value_shape = (batch, num_kv_heads, visible, view.tail_values.shape[3])
+    return keys, KVHandle(view, "values", backend, recorder, value_shape, 1, hidden)
+
+
 def paired_view(key: object, value: object) -> KVView | None:
     """Return the tokens behind a key and a value that are handles of one layer; None when they are not."""
     if not (type(key) is KVHandle and type(value) is KVHandle and key.tokens is value.tokens):
@@ -211,10 +235,15 @@ def _attend_pair(
         return None
     if attn_mask is not None and attn_mask.ndim < 4:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    options = AttendOptions(
-        scaling=query.shape[-1] ** -0.5 if scale is None else scale, mask=attn_mask, is_causal=is_causal
-    )
-    return attend_handle(query, key, options)
+    scaling = query.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is None:
+        return attend_handle(query, key, _plain_options(scaling, is_causal))
+    return attend_handle(query, key, AttendOptions(scaling=scaling, mask=attn_mask, is_causal=is_causal))
+
+
+@lru_cache(maxsize=64)
+def _plain_options(scaling: float, is_causal: bool) -> AttendOptions:
+    return AttendOptions(scaling=scaling, is_causal=is_causal)
 
 
 def _same(handle: KVHandle) -> KVHandle:

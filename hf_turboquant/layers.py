@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import CacheStateError, ConfigError, ShapeError, ValueRangeError
-from hf_turboquant.handle import KVHandle, PathRecorder
+from hf_turboquant.handle import KVHandle, PathRecorder, handle_pair
 from hf_turboquant.offload import OffloadedBlocks
 from hf_turboquant.ops import Backend, KVView
 from hf_turboquant.quantizers import CodecPlan
@@ -110,10 +110,10 @@ class TurboQuantLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         store = self.store
         assert store is not None
+        held, new = self.get_seq_length(), key_states.shape[-2]
+        visible = self.visible_tokens + new
         grows_graph = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        past = self._dense_pair() if grows_graph and self.get_seq_length() else None
-        visible = self.visible_tokens + key_states.shape[-2]
-        empty = self.get_seq_length() == 0
+        past = self._dense_pair() if grows_graph and held else None
         try:
             view = store.append(key_states, value_states)
         except ShapeError as error:
@@ -121,13 +121,13 @@ class TurboQuantLayer(CacheLayerMixin):
         except ValueRangeError as error:
             raise ValueRangeError(f"layer {self.layer_idx}: {error}") from error
         self._view = None
-        self._count_new(key_states.shape[-2])
-        if empty:
+        self._count_new(new)
+        if not held:
             self.recorder.dense()
             return key_states, value_states
         if past is not None:
             return torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
-        return self._handle_of(view, "keys", visible), self._handle_of(view, "values", visible)
+        return handle_pair(view, self.backend, self.recorder, visible)
 
     def get_seq_length(self) -> int:
         """Return the tokens stored."""
@@ -255,12 +255,8 @@ class TurboQuantLayer(CacheLayerMixin):
             return None
         if self._view is None:
             self._view = self.store.view()
-        return self._handle_of(self._view, which, self.visible_tokens)
-
-    def _handle_of(self, view: KVView, which: str, visible: int) -> KVHandle:
-        exact = view.tail_keys if which == "keys" else view.tail_values
-        shape = (exact.shape[0], exact.shape[1], visible, exact.shape[3])
-        return KVHandle(view, which, self.backend, self.recorder, shape, hidden=view.seq_len - visible)
+        keys, values = handle_pair(self._view, self.backend, self.recorder, self.visible_tokens)
+        return keys if which == "keys" else values
 
     def _dense_pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._stored("keys"), self._stored("values")

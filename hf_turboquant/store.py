@@ -8,7 +8,6 @@ blocks lie in *arenas*, which are only ever added: growing copies nothing and fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from hf_turboquant.quantizers import LayerCodecs
 
 GROWTH_DIVISOR = 32
 """A new arena holds one block for every so many already packed: growth steps of one thirty-second."""
-
 
 FIRST_SLOTS = 32
 """Tokens a new exact window has room for."""
@@ -44,6 +42,10 @@ class KVStore:
     Attributes:
         guard: What the guard did to the keys of this layer, and why; empty if nothing.
     """
+
+    _memo: dict[str, Any]
+    _last_frame: KVView | None
+    _accepted: tuple[object, ...]
 
     def __init__(
         self,
@@ -75,11 +77,12 @@ class KVStore:
         self.block_tokens: list[int] | None = None
         self.tail_keys, self.tail_values = self._key_like, self._value_like
         self.tail_start = self.tail_len = 0
-        self._memo: dict[str, Any] = {}
+        self._renew()
+        self._accepted = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of a copy what a backend keeps with these very arenas."""
-        return {**self.__dict__, "_memo": {}}
+        """Leave out of a copy what a backend keeps with these very tensors."""
+        return {**self.__dict__, "_memo": {}, "_last_frame": None}
 
     def _use(self, codecs: LayerCodecs, *, chosen: bool) -> None:
         self.keys, self.values, self.guard = codecs.keys, codecs.values, codecs.note
@@ -119,20 +122,32 @@ class KVStore:
 
     def view(self) -> KVView:
         """Return what attention may read now. It is valid until the store next changes."""
-        return KVView(
-            keys=self.keys,
-            values=self.values,
-            sink_keys=self.sink_keys,
-            sink_values=self.sink_values,
-            arenas=tuple(self.arenas),
-            num_blocks=self.num_blocks,
-            block_tokens=None if self.block_tokens is None else tuple(self.block_tokens),
-            tail_keys=self.tail_keys,
-            tail_values=self.tail_values,
-            tail_start=self.tail_start,
-            tail_len=self.tail_len,
-            memo=self._memo,
-        )
+        return self._frame().with_tail(self.tail_start, self.tail_len)
+
+    def _frame(self) -> KVView:
+        """Return a view of the present tensors and blocks; its tail may be that of an earlier step."""
+        frame = self._last_frame
+        if (
+            frame is None
+            or frame.memo is not self._memo
+            or frame.tail_keys is not self.tail_keys
+            or frame.sink_keys is not self.sink_keys
+            or frame.keys is not self.keys
+        ):
+            counts = None if self.block_tokens is None else tuple(self.block_tokens)
+            frame = self._last_frame = KVView(
+                self.keys, self.values, self.sink_keys, self.sink_values, self._arenas_in_order(), self.num_blocks,
+                counts, self.tail_keys, self.tail_values, self.tail_start, self.tail_len, self._memo,
+            )  # fmt: skip
+        return frame
+
+    def _renew(self) -> None:
+        """Forget what was kept with blocks and tensors, some of which were replaced."""
+        self._memo, self._last_frame = {}, None
+
+    def _arenas_in_order(self) -> tuple[torch.Tensor, ...]:
+        """Return the arenas, the oldest block first."""
+        return tuple(self.arenas)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
         """Add tokens, and return what the queries of these tokens attend to.
@@ -153,7 +168,9 @@ class KVStore:
         """
         self._check(keys, values)
         count = keys.shape[-2]
-        before = self._exact_view(keys, values) if count > max(1, self.residual_window) else None
+        if count == 1 and 0 < self.tail_len < min(self.tail_keys.shape[2], self.residual_window + BLOCK_TOKENS - 1):
+            return self._append_token(keys, values)
+        before = self.view().with_exact(keys, values) if count > max(1, self.residual_window) else None
 
         take = min(self.sink_tokens - self.sink_keys.shape[-2], count) if not (self.num_blocks or self.tail_len) else 0
         fresh = (keys[:, :, take:], values[:, :, take:])
@@ -165,6 +182,14 @@ class KVStore:
             self.sink_values = torch.cat([self.sink_values, values[:, :, :take]], dim=2)
         self._drop_oldest_and_extend(fresh, blocks * BLOCK_TOKENS)
         return before or self.view()
+
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """Put a token into the ring, which has room: what all but few decode steps do."""
+        frame = self._frame()
+        slot = (self.tail_start + self.tail_len) % self.tail_keys.shape[2]
+        extend_ring(keys, values, frame, slot, backend=self.backend)
+        self.tail_len += 1
+        return frame.with_tail(self.tail_start, self.tail_len)
 
     def crop(self, count: int) -> None:
         """Forget the newest ``count`` tokens. What is left of a packed block stays readable as it is.
@@ -192,21 +217,26 @@ class KVStore:
         for name in ("sink_keys", "sink_values", "tail_keys", "tail_values", "_key_like", "_value_like"):
             setattr(self, name, getattr(self, name).index_select(0, index))
         self.arenas = [arena.index_select(1, index.to(arena.device)) for arena in self.arenas]
-        self._memo = {}
+        self._accepted = ()
+        self._renew()
+
+    def replace_exact(self, **tensors: torch.Tensor) -> None:
+        """Take other tensors with as many tokens for sinks and rings: ``sink_keys=...`` and so on."""
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        # a view kept would keep the old ones alive
+        self._last_frame = None
 
     def replace_arenas(self, arenas: list[torch.Tensor]) -> None:
         """Take other tensors with the same blocks for the arenas."""
-        self.arenas, self._memo = arenas, {}
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> None:
-        """Move the stored tokens (not the shared tables) to a device."""
-        for name in ("sink_keys", "sink_values", "tail_keys", "tail_values"):
-            setattr(self, name, getattr(self, name).to(device, non_blocking=non_blocking))
-        self.arenas = [arena.to(device, non_blocking=non_blocking) for arena in self.arenas]
-        self._memo = {}
+        self.arenas = arenas
+        self._renew()
 
     def _check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Compare new tensors with the geometry of the store."""
+        form = (keys.shape, keys.dtype, keys.device, values.shape, values.dtype, values.device)
+        if form == self._accepted:
+            return
         for name, new, own in (("keys", keys, self._key_like), ("values", values, self._value_like)):
             if new.ndim != 4 or new.shape[:2] != own.shape[:2] or new.shape[3] != own.shape[3]:
                 raise ShapeError(
@@ -219,18 +249,10 @@ class KVStore:
                     f"{name} must be {own.dtype} on {own.device} like those already stored, got {new.dtype} on "
                     f"{new.device}"
                 )
-        if keys.shape[2] != values.shape[2]:
-            raise ShapeError(
-                f"keys and values must hold equally many tokens, got {keys.shape[2]} and {values.shape[2]}"
-            )
-
-    def _exact_view(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
-        """View the old blocks as they are, and the old exact tokens and the new ones as one tail."""
-        old = self.view()
-        slices = old.tail_slices()
-        tail_keys = torch.cat([*(old.tail_keys[:, :, s] for s in slices), keys], dim=2) if slices else keys
-        tail_values = torch.cat([*(old.tail_values[:, :, s] for s in slices), values], dim=2) if slices else values
-        return replace(old, tail_keys=tail_keys, tail_values=tail_values, tail_start=0, tail_len=tail_keys.shape[2])
+        counts = keys.shape[2], values.shape[2]
+        if counts[0] != counts[1]:
+            raise ShapeError(f"keys and values must hold equally many tokens, got {counts[0]} and {counts[1]}")
+        self._accepted = form
 
     def _pack_oldest(self, fresh: tuple[torch.Tensor, torch.Tensor], blocks: int) -> None:
         """Quantize the oldest exact tokens into records behind those in use."""
@@ -254,7 +276,7 @@ class KVStore:
                 self.arenas = []
             raise
         self.num_blocks += blocks
-        self._memo = {}
+        self._renew()
         if self.block_tokens is not None:
             self.block_tokens += [BLOCK_TOKENS] * blocks
 
@@ -287,14 +309,13 @@ class KVStore:
         """Take ``drop`` tokens off the front of window and fresh tokens, and put the rest in the ring."""
         from_tail = min(drop, self.tail_len)
         self.tail_len -= from_tail
-        slots = self.tail_keys.shape[2]
-        self.tail_start = (self.tail_start + from_tail) % slots if self.tail_len else 0
+        self.tail_start = (self.tail_start + from_tail) % self.tail_keys.shape[2] if self.tail_len else 0
         keys, values = (tensor[:, :, drop - from_tail :] for tensor in fresh)
         self._ensure_slots(self.tail_len + keys.shape[2])
         slots = self.tail_keys.shape[2]
         if keys.shape[2]:
             slot = (self.tail_start + self.tail_len) % slots
-            extend_ring(keys.detach(), values.detach(), self.tail_keys, self.tail_values, slot, backend=self.backend)
+            extend_ring(keys, values, self._frame(), slot, backend=self.backend)
         self.tail_len += keys.shape[2]
 
     def _ensure_slots(self, needed: int) -> None:
@@ -325,5 +346,5 @@ class KVStore:
             if not counts[-1]:
                 counts.pop()
         self.num_blocks = len(counts)
-        self._memo = {}
+        self._renew()
         self.block_tokens = None if all(tokens == BLOCK_TOKENS for tokens in counts) else counts

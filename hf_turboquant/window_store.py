@@ -6,7 +6,6 @@ tokens more than the window needs; whoever reads a view leaves them out.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -54,17 +53,16 @@ class WindowStore(KVStore):
         self.first_slot = 0
         super().__init__(*args, sink_tokens=0, **kwargs)
 
-    def view(self) -> KVView:
-        """Return what attention may read now, oldest block first. It is valid until the store next changes."""
-        view = super().view()
+    def _arenas_in_order(self) -> tuple[torch.Tensor, ...]:
+        """Return the ring of blocks as one or two arenas, the oldest block first."""
         if not self.arenas:
-            return view
+            return ()
         ring = self.arenas[0]
         until_end = ring.shape[0] - self.first_slot
         parts = [ring[self.first_slot :]]
         if self.num_blocks > until_end:
             parts.append(ring[: self.num_blocks - until_end])
-        return replace(view, arenas=tuple(parts))
+        return tuple(parts)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
         """Add tokens, and return a view of at least those that their queries may see. See :meth:`KVStore.append`."""
@@ -98,7 +96,7 @@ class WindowStore(KVStore):
                 return
             self.first_slot = (self.first_slot + 1) % self.arenas[0].shape[0]
             self.num_blocks -= 1
-            self._memo = {}
+            self._renew()
             if self.block_tokens is not None:
                 del self.block_tokens[0]
 
@@ -106,7 +104,7 @@ class WindowStore(KVStore):
         self.arenas, self.num_blocks, self.block_tokens, self.first_slot = [], 0, None, 0
         self.tail_keys, self.tail_values = self._key_like, self._value_like
         self.tail_start = self.tail_len = 0
-        self._memo = {}
+        self._renew()
 
     def _reserve(self, blocks: int) -> list[torch.Tensor]:
         """Return record tensors with room for ``blocks`` behind those in use, enlarging the ring where needed."""

@@ -30,6 +30,9 @@ __all__ = [
     "ring_slices",
 ]
 
+MAX_STEP = 16
+"""Most queries of a call that may come again in the next step."""
+
 TILE_SCORES = 1 << 24
 """Scores the reference holds at a time for one tile of queries, over all heads: 64 MiB."""
 
@@ -119,6 +122,13 @@ def attend(
         ShapeError: Query or mask do not fit the view.
         BackendUnavailableError: ``backend`` was named and cannot run on the device of ``query``.
     """
+    form = _form(backend, query, options)
+    step = view.prepared.find(form)
+    if step is not None:
+        # made after the checks below, for all calls of this form
+        out: torch.Tensor | None = step.attend(query, view, options)
+        if out is not None:
+            return out
     _check_attend(query, view, options)
     if choose_backend(backend, query.device, view.keys.format, view.values.format).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
@@ -127,8 +137,22 @@ def attend(
         if table is None and triton.needs_block_table(view):
             table = triton.build_block_table(view.arenas, view.num_blocks, view.block_tokens)
             view.memo["block_table"] = table
-        return triton.attend(query, view, options, block_table=table)
+        if form is None or not view.prepared.is_due(form):
+            return triton.attend(query, view, options, block_table=table)
+        result, step = triton.attend_and_prepare(query, view, options, block_table=table)
+        view.prepared.keep(form, step)
+        return result
     return torch.cat([reference.attend(*tile) for tile in _query_tiles(query, view, options)], dim=2)
+
+
+def _form(backend: Backend | str, query: torch.Tensor, options: AttendOptions) -> tuple[object, ...] | None:
+    """Return what calls must have in common to be prepared together; None for calls that are not prepared."""
+    if not options.is_plain or query.shape[2] > MAX_STEP:
+        return None
+    logits = options.sink_logits
+    extra = None if logits is None else (logits.shape, logits.stride(), logits.dtype, logits.device)
+    form = (query.shape, query.stride(), query.dtype, query.device)
+    return ("attend", backend, options.scaling, options.is_causal, extra, *form)
 
 
 def _query_tiles(
@@ -156,8 +180,7 @@ def _query_tiles(
 def extend_ring(
     keys: torch.Tensor,
     values: torch.Tensor,
-    tail_keys: torch.Tensor,
-    tail_values: torch.Tensor,
+    view: KVView,
     slot: int,
     *,
     backend: Backend | str = Backend.AUTO,
@@ -167,21 +190,28 @@ def extend_ring(
     Args:
         keys: ``(batch, num_kv_heads, new tokens, head_dim)``, at most as many tokens as the ring has slots.
         values: The same; the last dimension may differ.
-        tail_keys: ``(batch, num_kv_heads, slots, head_dim)``, written in place.
-        tail_values: The same for values.
+        view: Its rings are written in place.
         slot: Slot of the first new token.
         backend: Who copies.
     """
+    form = ("extend", backend, keys.shape, keys.stride(), keys.dtype, values.shape, values.stride(), values.dtype)
+    step = view.prepared.find(form)
+    if step is not None and step.run((keys, values), (slot,)):
+        return
     if resolve_backend(backend, keys.device).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
 
-        triton.append(keys, values, tail_keys, tail_values, slot)
+        if view.prepared.is_due(form):
+            view.prepared.keep(form, triton.append_and_prepare(keys, values, view, slot))
+        else:
+            triton.append(keys, values, view.tail_keys, view.tail_values, slot)
         return
     written = 0
-    for span in ring_slices(slot, keys.shape[2], tail_keys.shape[2]):
+    keys, values = keys.detach(), values.detach()
+    for span in ring_slices(slot, keys.shape[2], view.tail_keys.shape[2]):
         size = span.stop - span.start
-        tail_keys[:, :, span] = keys[:, :, written : written + size]
-        tail_values[:, :, span] = values[:, :, written : written + size]
+        view.tail_keys[:, :, span] = keys[:, :, written : written + size]
+        view.tail_values[:, :, span] = values[:, :, written : written + size]
         written += size
 
 

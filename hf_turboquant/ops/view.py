@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -82,6 +83,30 @@ class VectorCodec:
     tables: VectorTables
 
 
+class PreparedCalls:
+    """What a backend has prepared for calls that come again and again, by what those calls have in common.
+
+    Preparing costs more than one call, so that it is for the second call of a form.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, int] = {}
+        self._prepared: dict[Hashable, Any] = {}
+
+    def find(self, form: Hashable) -> Any:
+        """Return what was prepared for a form; None if nothing was."""
+        return self._prepared.get(form)
+
+    def is_due(self, form: Hashable) -> bool:
+        """Count a call that found nothing prepared, and say whether it is the second of its form."""
+        self._calls[form] = count = self._calls.get(form, 0) + 1
+        return count == 2
+
+    def keep(self, form: Hashable, prepared: Any) -> None:
+        """Keep what serves further calls; None if nothing can."""
+        self._prepared[form] = prepared
+
+
 @dataclass(frozen=True)
 class KVView:
     """The tokens of one layer that attention may read, oldest first. Read-only.
@@ -103,6 +128,8 @@ class KVView:
         tail_start: Slot of the oldest tail token.
         tail_len: Tail tokens; token ``i`` lies in slot ``(tail_start + i) % slots``.
         memo: What a backend keeps with these arenas and blocks; the store empties it when they change.
+        prepared: Calls prepared for these very tensors. A view made by :meth:`with_tail` shares them, any other view
+            has its own.
     """
 
     keys: VectorCodec
@@ -117,6 +144,26 @@ class KVView:
     tail_start: int
     tail_len: int
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out of a copy what a backend keeps with these very tensors."""
+        return {**self.__dict__, "memo": {}, "prepared": PreparedCalls()}
+
+    def with_tail(self, start: int, length: int) -> KVView:
+        """Return a view that differs in ``tail_start`` and ``tail_len`` only, and knows all that this one knows."""
+        view = object.__new__(KVView)
+        # a decode step makes one for each layer: a copy of the attributes costs a fraction of the constructor
+        view.__dict__.update(self.__dict__, tail_start=start, tail_len=length)
+        return view
+
+    def with_exact(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """Return a view whose tail is the tail of this one and then other tokens, not a ring."""
+        tails = []
+        for tail, new in ((self.tail_keys, keys), (self.tail_values, values)):
+            parts = [*(tail[:, :, span] for span in self.tail_slices()), new]
+            tails.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+        return replace(self, tail_keys=tails[0], tail_values=tails[1], tail_start=0, tail_len=tails[0].shape[2])
 
     @cached_property
     def record(self) -> RecordFormat:
@@ -205,3 +252,8 @@ class AttendOptions:
     sliding_window: int | None = None
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is neither mask, nor window, nor softcap."""
+        return self.mask is None and self.sliding_window is None and self.softcap is None

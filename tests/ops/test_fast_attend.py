@@ -134,6 +134,8 @@ CASES = {
     "k4v4": {"key_bits": 4, "value_bits": 4},
     "k42v2": {"key_bits": (4, 2), "value_bits": 2, "head_dim": 128},
     "k31v2": {"key_bits": (3, 1), "value_bits": 2, "head_dim": 128},
+    "k42v3-d64": {"key_bits": (4, 2), "value_bits": 3, "head_dim": 64},
+    "k31v2-d64": {"key_bits": (3, 1), "value_bits": 2, "head_dim": 64},
     "k24v4": {"key_bits": (2, 4), "value_bits": 4, "head_dim": 128},
     "not_centered": {"key_bits": 2, "value_bits": 4, "centered": False},
     "head_dim_256": {"key_bits": 3, "value_bits": 2, "head_dim": 256, "blocks": 1},
@@ -176,6 +178,20 @@ def test_cropped_blocks_in_two_arenas(monkeypatch):
     )
     monkeypatch.setattr(EMULATED, "reachable", arenas)
     assert run(view, block_table=table) < ROUNDING[torch.float16]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("tail", [1, 33, 40], ids=lambda n: f"tail{n}")
+def test_room_behind_the_tail_is_not_read(tail):
+    """The work is divided for a full ring: programs without tokens, and slots never written, change nothing."""
+    view = make_view(2, 2, blocks=2, tail=40)
+    rings = [torch.full((1, 1, 256, 64), torch.nan, dtype=torch.float16) for _ in range(2)]
+    slots = torch.arange(11, 11 + 40) % 47
+    for ring, old in zip(rings, (view.tail_keys, view.tail_values), strict=True):
+        ring[:, :, 100 + torch.arange(40)] = old[:, :, slots]
+    view = replace(view, tail_keys=rings[0], tail_values=rings[1], tail_start=100).with_tail(100, tail)
+    assert fast._plan_of(torch.zeros(1, 4, 1, 64), view).exact_splits > 1
+    assert run(view) < ROUNDING[torch.float16]
 
 
 @pytest.mark.usefixtures("emulated")

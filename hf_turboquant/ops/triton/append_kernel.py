@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_turboquant.ops.triton.launch import device_of
+from hf_turboquant.ops.triton.replay import Launcher, as_is
 from hf_turboquant.ops.triton.traits import next_power_of_2
 
 _TOKENS = 16
@@ -63,7 +64,13 @@ def append_kernel(
 
 
 def append(
-    keys: torch.Tensor, values: torch.Tensor, tail_keys: torch.Tensor, tail_values: torch.Tensor, slot: int
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tail_keys: torch.Tensor,
+    tail_values: torch.Tensor,
+    slot: int,
+    *,
+    launcher: Launcher = as_is,
 ) -> None:
     """Write new tokens into the rings, from ``slot`` on and around the end.
 
@@ -73,12 +80,13 @@ def append(
         tail_keys: Ring ``(batch, num_kv_heads, slots, head_dim)`` with at least as many slots as new tokens.
         tail_values: The same for values.
         slot: Slot of the first new token.
+        launcher: What the kernel goes through.
     """
     keys, values = (t if t.stride(-1) == 1 else t.contiguous() for t in (keys, values))
     batch, heads, count, key_dim = keys.shape
     tokens = min(next_power_of_2(count), _TOKENS)
     with device_of(keys):
-        append_kernel[(-(-count // tokens), batch * heads)](
+        launcher(append_kernel)[(-(-count // tokens), batch * heads)](
             keys, values, tail_keys, tail_values,
             count, slot, tail_keys.shape[2], heads,
             *keys.stride()[:3], *values.stride()[:3], *tail_keys.stride()[:3], *tail_values.stride()[:3],

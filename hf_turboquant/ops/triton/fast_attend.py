@@ -6,6 +6,7 @@ which those are.
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import torch
@@ -18,6 +19,7 @@ from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table
 from hf_turboquant.ops.triton.fast_plan import MAX_SPLITS, FastPlan, fast_launch, fast_plan
 from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
 from hf_turboquant.ops.triton.launch import device_limits, device_of
+from hf_turboquant.ops.triton.replay import Launcher, Recorder, Replay, as_is
 from hf_turboquant.ops.triton.traits import VectorTraits, next_power_of_2, traits_of
 from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec
 
@@ -57,8 +59,9 @@ def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capabili
         return f"the fast kernel needs float16 or bfloat16 throughout, got {query.dtype} and {view.tail_keys.dtype}"
     if options.is_causal and q_len > view.tail_len:
         return "the fast kernel hides exact tokens only: queries that are not all in the tail need the portable one"
-    if -(-view.num_sinks // 32) + -(-view.tail_len // 32) > MAX_SPLITS // 4:
-        return f"the fast kernel takes {8 * MAX_SPLITS} exact tokens at most, got {view.num_sinks + view.tail_len}"
+    room = view.tail_keys.shape[-2]
+    if -(-view.num_sinks // 32) + -(-room // 32) > MAX_SPLITS // 4:
+        return f"the fast kernel takes room for {8 * MAX_SPLITS} exact tokens at most, got {view.num_sinks + room}"
     return _format_obstacle(view.keys.format, view.values.format)
 
 
@@ -68,8 +71,8 @@ def _format_obstacle(keys: VectorFormat, values: VectorFormat) -> str:
     for name, fmt, widths in (("keys", keys, (1, 2, 3, 4)), ("values", values, (2, 3, 4))):
         if fmt.kind != "mse" or any(group.bits not in widths for group in fmt.groups):
             return f"the fast kernel reads mse codes of {widths} bits as {name}, got others"
-        if fmt.head_dim not in _HEAD_DIMS or any(group.size % 64 for group in fmt.groups):
-            return f"the fast kernel needs {name} of {_HEAD_DIMS} channels in groups of whole 64s, got {fmt.head_dim}"
+        if fmt.head_dim not in _HEAD_DIMS or any(group.size not in (32, *_HEAD_DIMS) for group in fmt.groups):
+            return f"the fast kernel needs {name} of {_HEAD_DIMS} channels in equal groups, got {fmt.head_dim}"
         if fmt.norm_dtype != torch.float16:
             return f"the fast kernel needs float16 norms of {name}, got {fmt.norm_dtype}"
     if len(keys.groups) > 2 or len(values.groups) != 1 or values.centered:
@@ -99,36 +102,123 @@ def fast_attend(
     Returns:
         ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``.
     """
-    batch, num_q_heads, q_len, _ = query.shape
-    keys, values = traits_of(view.keys.format), traits_of(view.values.format)
-    heads = view.num_kv_heads
-    if plan is None:
-        plan = _plan_of(query, view)
-    out = query.new_empty(batch, num_q_heads, q_len, values.head_dim)
-    rows = batch * heads * plan.num_splits * plan.num_rows
-    query_rows = batch * heads * plan.row_tiles * plan.launch.tiles * 4
-    # one allocation each: partial results, peaks and totals; query as integers, as floats, and scales
-    scratch = torch.empty(rows * (values.head_dim + 2), dtype=torch.float32, device=query.device)
-    partials = (scratch[: rows * values.head_dim], scratch[rows * values.head_dim : -rows], scratch[-rows:])
-    row_bytes = keys.head_dim * 6 + 4
-    prepared = torch.empty(query_rows * row_bytes, dtype=torch.uint8, device=query.device)
-    with device_of(query):
-        prepared_parts = _prepare_query(query, view, options, plan, keys, prepared, query_rows)
-        _launch(query, prepared_parts, view, options, block_table, plan, keys, values, partials)
-        _combine(out, lse, view, options, plan, partials)
+    plan = plan or _plan_of(query, view)
+    out, scratch = _allocate(query, view, plan)
+    _attend(query, view, options, block_table, lse, plan, out, scratch, as_is)
     return out
+
+
+def _allocate(query: torch.Tensor, view: KVView, plan: FastPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the bytes for what passes between the kernels."""
+    out = query.new_empty(*query.shape[:3], view.values.format.head_dim)
+    return out, torch.empty(_parts(view, plan)[-1], dtype=torch.uint8, device=query.device)
+
+
+def _parts(view: KVView, plan: FastPlan) -> tuple[int, ...]:
+    """Return where each part of the scratch bytes starts, and how many there are in all.
+
+    The parts: partial results, peaks and totals; the query as integers, as floats, and its scales. Every start is a
+    multiple of 16 bytes, whatever the number of splits: alignment is part of what a kernel is compiled for.
+    """
+    others = view.batch * view.num_kv_heads
+    rows = others * plan.num_splits * plan.num_rows
+    query_channels = others * plan.row_tiles * plan.launch.tiles * 4 * view.keys.format.head_dim
+    query_rows = query_channels // view.keys.format.head_dim
+    sizes = (rows * view.values.format.head_dim * 4, rows * 4, rows * 4)
+    sizes += (query_channels * 2, query_channels * 4, query_rows * 4)
+    return tuple(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
+
+
+def _attend(
+    query: torch.Tensor,
+    view: KVView,
+    options: AttendOptions,
+    block_table: BlockTable | None,
+    lse: torch.Tensor | None,
+    plan: FastPlan,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    launcher: Launcher,
+) -> None:
+    """Launch the three kernels."""
+    keys, values = traits_of(view.keys.format), traits_of(view.values.format)
+    pieces = [scratch[low:high] for low, high in itertools.pairwise(_parts(view, plan))]
+    partials = (pieces[0].view(torch.float32), pieces[1].view(torch.float32), pieces[2].view(torch.float32))
+    prepared = (pieces[3].view(torch.int8), pieces[4].view(torch.bfloat16), pieces[5].view(torch.float32))
+    with device_of(query):
+        _prepare_query(query, view, options, plan, keys, prepared, launcher)
+        _launch(query, prepared, view, options, block_table, plan, keys, values, partials, launcher)
+        _combine(out, lse, view, options, plan, partials, launcher)
+
+
+class FastStep:
+    """Attention of a decode step of one layer, for queries of one form, while the tensors of its view stay.
+
+    Args:
+        replay: The launches of the first step; fresh are what :func:`_fresh` returns, numbers the tail.
+        out: Shape of the output.
+        num_bytes: Bytes of scratch.
+    """
+
+    def __init__(self, replay: Replay, out: torch.Size, num_bytes: int) -> None:
+        self._replay = replay
+        self._out_shape = out
+        self._num_bytes = num_bytes
+
+    def attend(self, query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.Tensor | None:
+        """Attend as :func:`fast_attend` does.
+
+        Args:
+            query: As the first, in shape, strides, dtype and device.
+            view: As the first, but for ``tail_start`` and ``tail_len``.
+            options: As the first, but for the values of sink logits.
+
+        Returns:
+            ``(batch, num_q_heads, q_len, value head_dim)``; None when this call needs launches of its own.
+        """
+        if view.tail_len < query.shape[2]:
+            return None
+        out = torch.empty(self._out_shape, dtype=query.dtype, device=query.device)
+        scratch = torch.empty(self._num_bytes, dtype=torch.uint8, device=query.device)
+        done = self._replay.run(_fresh(query, out, scratch, options), (view.tail_start, view.tail_len))
+        return out if done else None
+
+
+def _fresh(
+    query: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, options: AttendOptions
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that are others in every step."""
+    return (query, out, scratch) if options.sink_logits is None else (query, out, scratch, options.sink_logits)
+
+
+def fast_attend_and_prepare(
+    query: torch.Tensor, view: KVView, options: AttendOptions, *, block_table: BlockTable | None = None
+) -> tuple[torch.Tensor, FastStep | None]:
+    """Attend as :func:`fast_attend` does, and return what serves later calls of this form; None where nothing can."""
+    logits = options.sink_logits
+    if logits is not None and not logits.is_contiguous():
+        # the kernel reads a copy, which is made anew for every call
+        return fast_attend(query, view, options, block_table=block_table), None
+    plan = _plan_of(query, view)
+    out, scratch = _allocate(query, view, plan)
+    recorder = Recorder(_fresh(query, out, scratch, options), ("tail_start", "tail_len"))
+    _attend(query, view, options, block_table, None, plan, out, scratch, recorder)
+    replay = recorder.replay()
+    return out, None if replay is None else FastStep(replay, out.shape, scratch.numel())
 
 
 def _plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
     num_rows = query.shape[1] // view.num_kv_heads * query.shape[2]
     capability, num_sms = device_limits(query.device)
+    launch = fast_launch(traits_of(view.keys.format), traits_of(view.values.format), num_rows)
     return fast_plan(
-        launch=fast_launch(traits_of(view.keys.format), traits_of(view.values.format), num_rows),
+        launch=launch,
         num_rows=num_rows,
         others=query.shape[0] * view.num_kv_heads,
         num_blocks=view.num_blocks,
         num_sinks=view.num_sinks,
-        tail_len=view.tail_len,
+        # room instead of use: the sizes of the launches stay the same until the next block is packed
+        tail_len=view.tail_keys.shape[-2],
         num_sms=num_sms,
         capability=capability,
     )
@@ -145,25 +235,20 @@ def _prepare_query(
     options: AttendOptions,
     plan: FastPlan,
     keys: VectorTraits,
-    prepared: torch.Tensor,
-    query_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate and quantize the query; return its integers, its floats, and its scales."""
+    prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    launcher: Launcher = as_is,
+) -> None:
+    """Rotate and quantize the query; ``prepared`` gets its integers, its floats, and its scales."""
     batch, num_q_heads, q_len, head_dim = query.shape
     heads, tables = view.num_kv_heads, view.keys.tables
     levels = [*_level_tables(view.keys), _NO_TABLE]
-    split = query_rows * 2 * head_dim
-    query8 = prepared[:split].view(torch.int8)
-    query16 = prepared[split : 3 * split].view(torch.bfloat16)
-    scales = prepared[3 * split :].view(torch.float32)
     rotation, order = matrices_or(tables, query, "rotation", "channel_order")
-    quantize_query_kernel[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
-        query, order, rotation, query8, query16, scales, *query.stride()[:3],
+    launcher(quantize_query_kernel)[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
+        query, order, rotation, *prepared, *query.stride()[:3],
         heads, num_q_heads // heads, q_len, options.scaling * _LOG2E, levels[0].unit,
         levels[1].unit if keys.num_groups == 2 else 0.0,
         K=keys, COLUMNS=32, HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap, num_warps=4,
     )  # fmt: skip
-    return query8, query16, scales
 
 
 def _launch(
@@ -176,6 +261,7 @@ def _launch(
     keys: VectorTraits,
     values: VectorTraits,
     partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    launcher: Launcher = as_is,
 ) -> None:
     batch, num_q_heads, q_len, _ = query.shape
     heads = view.num_kv_heads
@@ -185,7 +271,7 @@ def _launch(
     key_levels = [*_level_tables(view.keys), _NO_TABLE]
     (value_levels,) = _level_tables(view.values)
     overlap = {"launch_pdl": True} if plan.overlap else {}
-    fast_attend_kernel[(batch * heads, plan.num_splits, plan.row_tiles)](
+    launcher(fast_attend_kernel)[(batch * heads, plan.num_splits, plan.row_tiles)](
         query, *prepared, arena, *table, *exact, *partials, *query.stride()[:3],
         *(stride for tensor in exact for stride in tensor.stride()[:3]),
         heads, num_q_heads // heads, q_len, view.num_blocks, plan.blocks_per_split, plan.packed_splits, arena.stride(0),
@@ -207,6 +293,7 @@ def _combine(
     options: AttendOptions,
     plan: FastPlan,
     partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    launcher: Launcher = as_is,
 ) -> None:
     batch, num_q_heads, q_len, head_dim = out.shape
     heads, tables = view.num_kv_heads, view.values.tables
@@ -214,7 +301,7 @@ def _combine(
     # a program for every 32 channels while there are few rows: latency counts then, not work
     columns = 32 if plan.num_rows * batch * heads <= 64 else head_dim
     overlap = {"launch_pdl": True} if plan.overlap else {}
-    fast_combine_kernel[(head_dim // columns, plan.num_rows, batch * heads)](
+    launcher(fast_combine_kernel)[(head_dim // columns, plan.num_rows, batch * heads)](
         *partials, *matrices_or(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, out if lse is None else lse,
         heads, num_q_heads // heads, q_len, plan.packed_splits, plan.num_splits,

@@ -84,7 +84,9 @@ def _load_row(address, high_address, ROW: gl.constexpr, G: gl.constexpr):
 @gluon.jit
 def lane_offsets_of(row, t, G: gl.constexpr):
     """Return where this lane reads in the first plane and in the plane of high bits, bytes behind row ``row``."""
-    return row * G.row_bytes + t * (4 * G.lane_words), row * G.sign_row_bytes + t % 2 * (4 * G.lane_words)
+    if G.lane_bytes == 2:
+        return row * G.row_bytes + t // 2 * 4, row * G.sign_row_bytes
+    return row * G.row_bytes + t * G.lane_bytes, row * G.sign_row_bytes + t % 2 * G.lane_bytes
 
 
 @gluon.jit
@@ -103,29 +105,34 @@ def _load_keys(part, offsets, G: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def _unpack_row(words, high_shift, low_table, high_table, G: gl.constexpr):
+def _unpack_row(words, shifts, low_table, high_table, G: gl.constexpr):
     """Turn the words of a row into level registers, 4 codes each."""
     WORDS: gl.constexpr = G.lane_words
+    HALF: gl.constexpr = G.lane_bytes == 2
     registers = ()
     for index in gl.static_range(WORDS):
-        high = words[index]
-        if G.bits == 1:
-            high = high >> high_shift
+        word = words[index]
+        high = word
         if G.bits == 3:
-            high = words[WORDS + index] >> high_shift
-        registers = registers + unpack(words[index], high, low_table, high_table, G.bits)
+            high = words[WORDS + index]
+        if HALF:
+            word = word >> shifts[1]
+            high = high >> (shifts[0] + shifts[1])
+        elif G.bits % 2 == 1:
+            high = high >> shifts[0]
+        registers = registers + unpack(word, high, low_table, high_table, G.bits, HALF)
     return registers
 
 
 @gluon.jit
 def _group_products(
-    near_words, far_words, high_shift, query, half, low_table, high_table,
+    near_words, far_words, shifts, query, half, low_table, high_table,
     G: gl.constexpr, TILES: gl.constexpr, START: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Return for each query tile the products of a near and a far token with the query row of this lane."""
     COUNT: gl.constexpr = G.size // 16
-    near = _unpack_row(near_words, high_shift, low_table, high_table, G)
-    far = _unpack_row(far_words, high_shift, low_table, high_table, G)
+    near = _unpack_row(near_words, shifts, low_table, high_table, G)
+    far = _unpack_row(far_words, shifts, low_table, high_table, G)
     products = ()
     for tile in gl.static_range(TILES):
         c0 = half[tile] * 0
@@ -164,7 +171,7 @@ def load_key_block(part, lane_offsets, K: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def block_scores(
-    words, high_shift, parity, query, half, bias, tables,
+    words, shifts, parity, query, half, bias, tables,
     K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Return the scores of the 16 tokens of this lane, per row tile: near token, far token, for each query tile.
@@ -178,7 +185,7 @@ def block_scores(
     for tile in gl.static_range(8):
         near, far = pick_halves(words[1][_word_of_tile(tile, WIDTH)], words[1][8 + _word_of_tile(tile, WIDTH)], parity)
         products = _group_products(
-            words[0][2 * tile], words[0][2 * tile + 1], high_shift, query, half[0], tables[0], tables[1],
+            words[0][2 * tile], words[0][2 * tile + 1], shifts, query, half[0], tables[0], tables[1],
             FIRST, TILES, 0, REGISTERS,
         )  # fmt: skip
         if K.num_groups == 2:
@@ -186,7 +193,7 @@ def block_scores(
                 words[3][_word_of_tile(tile, WIDTH)], words[3][8 + _word_of_tile(tile, WIDTH)], parity
             )
             other = _group_products(
-                words[2][2 * tile], words[2][2 * tile + 1], high_shift, query, half[1], tables[2], tables[3],
+                words[2][2 * tile], words[2][2 * tile + 1], shifts, query, half[1], tables[2], tables[3],
                 SECOND, TILES, FIRST.size // 16, REGISTERS,
             )  # fmt: skip
         for index in gl.static_range(TILES):
@@ -309,7 +316,7 @@ def load_value_block(part, lane_offsets, V: gl.constexpr):
 
 @gluon.jit
 def add_values(
-    rows, high_shift, weights, units, decays, sums, tables,
+    rows, shifts, weights, units, decays, sums, tables,
     V: gl.constexpr, TILES: gl.constexpr, L: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Rescale the sums and add the weighted values of a block; two channels per row tile and query tile."""
@@ -323,8 +330,8 @@ def add_values(
         starts = starts + (start,)
     out = ()
     for block in gl.static_range(G.size // 16):
-        near = _unpack_row(rows[2 * block], high_shift, tables[0], tables[1], G)
-        far = _unpack_row(rows[2 * block + 1], high_shift, tables[0], tables[1], G)
+        near = _unpack_row(rows[2 * block], shifts, tables[0], tables[1], G)
+        far = _unpack_row(rows[2 * block + 1], shifts, tables[0], tables[1], G)
         for tile in gl.static_range(TILES):
             c0 = zero
             c1 = starts[tile]

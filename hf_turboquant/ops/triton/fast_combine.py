@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_wait
 from hf_turboquant.ops.triton.primitives import LOG2E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["packed_splits", "num_splits"])
 def fast_combine_kernel(
     partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
     num_heads, group_size, q_len, packed_splits, num_splits,
@@ -24,6 +24,25 @@ def fast_combine_kernel(
 
     The first ``packed_splits`` splits are in the rotated basis of the values. Grid: ``(channels / COLUMNS, rows of a KV
     head, batch * heads)``.
+    """
+    merge_splits(
+        partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
+        num_heads, group_size, q_len, packed_splits, num_splits, packed_splits, num_splits,
+        HEAD_DIM, SPLITS, EXACT, COLUMNS, STEP, HAS_ORDER, SINK_LOGITS, LSE, OVERLAP, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_splits(
+    partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
+    num_heads, group_size, q_len, packed_splits, num_splits, packed_end, exact_end,
+    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    GAP: tl.constexpr,
+):  # fmt: skip
+    """Merge splits ``[0, packed_end)``, which are in the rotated basis, and ``[packed_splits, exact_end)``.
+
+    ``GAP``: whether there may be splits between these, which are not read.
     """
     pid_row = tl.program_id(1)
     pid_batch_head = tl.program_id(2).to(tl.int64)
@@ -44,16 +63,18 @@ def fast_combine_kernel(
     # every load before the first reduction: what follows waits for memory once
     row_index = pid_batch_head * num_splits * num_rows + pid_row
     splits = tl.arange(0, SPLITS)
-    there = splits < num_splits
+    there = splits < exact_end
+    if GAP:
+        there = there & ((splits < packed_end) | (splits >= packed_splits))
     index = row_index + splits.to(tl.int64) * num_rows
     peaks = tl.load(peak_ptr + index, mask=there, other=-float("inf"))
     totals = tl.load(total_ptr + index, mask=there, other=0.0)
     partial = tl.load(
-        partial_ptr + index[:, None] * HEAD_DIM + channels[None, :], mask=(splits < packed_splits)[:, None], other=0.0
+        partial_ptr + index[:, None] * HEAD_DIM + channels[None, :], mask=(splits < packed_end)[:, None], other=0.0
     )
     # exact splits are in the order of the channels
     exact = packed_splits + tl.arange(0, EXACT)
-    exact_there = exact < num_splits
+    exact_there = exact < exact_end
     exact_index = row_index + exact.to(tl.int64) * num_rows
     exact_peaks = tl.load(peak_ptr + exact_index, mask=exact_there, other=-float("inf"))
     exact_ptr = partial_ptr + exact_index[:, None] * HEAD_DIM

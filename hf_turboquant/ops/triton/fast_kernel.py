@@ -128,11 +128,13 @@ def _attend_packed(
     SECOND: gl.constexpr = K.groups[K.num_groups - 1]
     VALUES: gl.constexpr = V.groups[0]
     REGISTERS: gl.constexpr = K.head_dim // 16
+    OTHER_START: gl.constexpr = FIRST.size // 16
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zeros(L, W)
     warp = gl.arange(0, W, layout=gl.SliceLayout(1, L))[:, None] + zeros(L, W)
     j = lane // 4
     t = lane % 4
-    high_shift = t // 2
+    # where the high bits of this lane begin in a word, and its half of a word that two lanes share
+    shifts = (t // 2, t % 2 * 16)
     parity = gl.where(j % 2 == 0, 0x5410, 0x7632)
     first_token = j // 2 * (VALUES.row_bytes // 4) + j % 2
     lane_offsets = (
@@ -174,8 +176,7 @@ def _attend_packed(
         if FIRST.bits == 4:
             half = half_totals(query, tile * REGISTERS, FIRST.size // 32, "s8.s8", L, W)
         if K.num_groups == 2 and SECOND.bits == 4:
-            START: gl.constexpr = FIRST.size // 16
-            other_half = half_totals(query, tile * REGISTERS + START, SECOND.size // 32, "s8.s8", L, W)
+            other_half = half_totals(query, tile * REGISTERS + OTHER_START, SECOND.size // 32, "s8.s8", L, W)
         half0 = half0 + (half,)
         half1 = half1 + (other_half,)
         lowest = lowest + (reciprocal(scales[tile]) * LOWEST,)
@@ -213,7 +214,7 @@ def _attend_packed(
                     bias_tile = from_lane(bias_tile, index % 8 * 4 + t)
                 bias = bias + (gl.where(there, bias_tile, lowest[tile]),)
             scores = block_scores(
-                keys, high_shift, parity, query, halves, bias, key_tables, K, V, TILES, REGISTERS
+                keys, shifts, parity, query, halves, bias, key_tables, K, V, TILES, REGISTERS
             )  # fmt: skip
             if TABLE:
                 scores = hide_missing(scores, first_token, gl.load(block_count_ptr + block), lowest, V, TILES)
@@ -237,7 +238,7 @@ def _attend_packed(
                 new_totals = new_totals + (total,)
             peaks = new_peaks
             totals = new_totals
-            sums = add_values(rows, high_shift, weights, units, decays, sums, value_tables, V, TILES, L, W)
+            sums = add_values(rows, shifts, weights, units, decays, sums, value_tables, V, TILES, L, W)
     _store_merged(
         partial_ptr, peak_ptr, total_ptr, row_base, first_row, num_rows, peaks, totals, sums, scales, value_scale,
         V, TILES, L, W,

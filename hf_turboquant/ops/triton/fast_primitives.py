@@ -79,8 +79,21 @@ def start_next():
 
 
 @gluon.constexpr_function
-def _unpack_assembly(bits):
+def _unpack_assembly(bits, half):
     # $4 (or $2) the word; nibbles of a and b select: a the codes of even parts, b those of odd parts
+    if half and bits == 1:
+        return """{ .reg .b32 a, b;
+            and.b32 a, $2, 0x1111;  shr.u32 b, $2, 2;  and.b32 b, b, 0x1111;
+            prmt.b32 $0, $3, 0, a;  prmt.b32 $1, $3, 0, b; }"""
+    if half and bits == 2:
+        return """{ .reg .b32 a, b;
+            and.b32 a, $2, 0x3333;  shr.u32 b, $2, 2;  and.b32 b, b, 0x3333;
+            prmt.b32 $0, $3, 0, a;  prmt.b32 $1, $3, 0, b; }"""
+    if half and bits == 3:
+        return """{ .reg .b32 a, b, s;
+            shl.b32 s, $3, 2;  and.b32 s, s, 0x4444;  lop3.b32 a, $2, 0x3333, s, 0xEA;
+            and.b32 s, $3, 0x4444;  shr.u32 b, $2, 2;  lop3.b32 b, b, 0x3333, s, 0xEA;
+            prmt.b32 $0, $4, $5, a;  prmt.b32 $1, $4, $5, b; }"""
     if bits == 1:
         return """{ .reg .b32 a, b;
             and.b32 a, $4, 0x11111111;  shr.u32 b, $4, 2;  and.b32 b, b, 0x11111111;
@@ -110,7 +123,7 @@ def _unpack_assembly(bits):
 
 
 @gluon.jit
-def unpack(word, high, low_table, high_table, BITS: gl.constexpr):
+def unpack(word, high, low_table, high_table, BITS: gl.constexpr, HALF: gl.constexpr = False):
     """Turn a word of codes into level registers: of the lower half word even parts, odd parts, then of the upper half.
 
     Args:
@@ -119,25 +132,38 @@ def unpack(word, high, low_table, high_table, BITS: gl.constexpr):
         low_table: int32, levels of codes 0 to 3.
         high_table: int32, levels of codes 4 to 7; unused for 1 and 2 bits.
         BITS: 1, 2, 3 or 4.
+        HALF: Only the lower half word, not with 4 bits.
 
     Returns:
-        4 level registers, or 2 for 4 bits. Levels of 4 bits are half a step below what they stand for.
+        4 level registers, or 2 for 4 bits or half a word. Levels of 4 bits are half a step below what they stand for.
     """
-    if BITS <= 2:
+    if HALF and BITS <= 2:
+        a, b = gl.inline_asm_elementwise(
+            _unpack_assembly(BITS, True), "=&r,=&r,r,r", [high if BITS == 1 else word, low_table],
+            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        registers = (a, b)
+    elif HALF:
+        a, b = gl.inline_asm_elementwise(
+            _unpack_assembly(BITS, True), "=&r,=&r,r,r,r,r", [word, high, low_table, high_table],
+            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        registers = (a, b)
+    elif BITS <= 2:
         a, b, c, d = gl.inline_asm_elementwise(
-            _unpack_assembly(BITS), "=&r,=&r,=&r,=&r,r,r", [high if BITS == 1 else word, low_table],
+            _unpack_assembly(BITS, False), "=&r,=&r,=&r,=&r,r,r", [high if BITS == 1 else word, low_table],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b, c, d)
     elif BITS == 3:
         a, b, c, d = gl.inline_asm_elementwise(
-            _unpack_assembly(3), "=&r,=&r,=&r,=&r,r,r,r,r", [word, high, low_table, high_table],
+            _unpack_assembly(3, False), "=&r,=&r,=&r,=&r,r,r,r,r", [word, high, low_table, high_table],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b, c, d)
     else:
         a, b = gl.inline_asm_elementwise(
-            _unpack_assembly(4), "=&r,=&r,r,r,r", [word, low_table, high_table],
+            _unpack_assembly(4, False), "=&r,=&r,r,r,r", [word, low_table, high_table],
             dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b)

@@ -13,7 +13,7 @@ def _fragment_offset(channel, G: tl.constexpr):
 
     It is the place where ``unpack`` leaves the code of that channel.
     """
-    lane_bytes = 4 * G.lane_words
+    lane_bytes = G.lane_bytes
     part = channel // (4 * lane_bytes)
     byte = channel % (4 * lane_bytes)
     lane = byte // lane_bytes
