@@ -144,6 +144,8 @@ def tiny_model(model_type: str, class_name: str | tuple[str, ...]) -> PreTrained
         weights = sum(parameter.numel() for parameter in kind(tiny_config(model_type)).parameters())
     if weights > MAX_PARAMETERS:
         raise NotImplementedError(f"{weights} weights in its tiny form")
+    # vectors keep what the model draws for them
+    torch.manual_seed(0)
     return draw_weights(kind(tiny_config(model_type)))
 
 

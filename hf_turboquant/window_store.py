@@ -73,7 +73,7 @@ class WindowStore(KVStore):
         if keys.shape[2] <= self.past_tokens:
             return super().append(keys, values)
         # nothing but the end of this chunk will be seen again
-        before = self._exact_view(keys, values)
+        before = self.view().with_exact(keys, values)
         state = dict(self.__dict__)
         self._forget_tokens()
         try:

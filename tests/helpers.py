@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -13,6 +15,7 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
@@ -60,6 +63,24 @@ def tiny_model(name: str, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(7)
     config = type(TINY_CONFIGS[name])(**{**TINY_CONFIGS[name].to_dict(), **overrides})
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(["<eos>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def save_byte_model(path: Path) -> None:
+    """Save a random model of bytes and its tokenizer, as a checkpoint."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_model("llama", vocab_size=257, bos_token_id=None, eos_token_id=0, **heads)
+    model.save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -58,31 +58,18 @@ def assert_right(result: Outcome) -> None:
     assert result.distance < 0.5
 
 
-@pytest.mark.conformance
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if known(name)])
-def test_every_kind_of_model_in_every_mode(name: str) -> None:
-    result = outcome("causal", name)
-    assert_right(result)
-    assert result.paths["plain"] == REPRESENTATIVES[name]
+CASES = [("causal", name, path) for name, path in REPRESENTATIVES.items() if known(name)]
+CASES += [("encoder-decoder", name, "compressed") for name in ENCODER_DECODERS]
+CASES += [("vision-language", name, "compressed") for name in VISION]
 
 
 @pytest.mark.conformance
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-def test_encoder_decoders(name: str) -> None:
-    result = outcome("encoder-decoder", name)
+@pytest.mark.parametrize(("family", "name", "path"), CASES, ids=[name for _, name, _ in CASES])
+def test_every_kind_of_model_in_every_mode(family: str, name: str, path: str) -> None:
+    result = outcome(family, name)
     assert_right(result)
-    assert result.paths["plain"] == "compressed"
-
-
-@pytest.mark.conformance
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", VISION)
-def test_vision_language_models(name: str) -> None:
-    result = outcome("vision-language", name)
-    assert_right(result)
-    assert result.paths["plain"] == "compressed"
+    assert result.paths["plain"] == path
 
 
 SAMPLED = (

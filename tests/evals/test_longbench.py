@@ -11,9 +11,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evals import longbench
 from evals.common import ROOT
@@ -32,6 +29,7 @@ from evals.longbench_data import (
 from evals.longbench_metrics import score
 from evals.longbench_report import PAPER_ROWS, summarize, tables
 from evals.make_longbench_mini import make
+from tests.helpers import byte_tokenizer, save_byte_model
 
 TASKS = tuple(sorted(path.stem for path in MINI.glob("*.jsonl")))
 SMALL = [
@@ -50,36 +48,11 @@ SMALL = [
 ]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate(["<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-
-
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory) -> str:
     """Save a random model and a tokenizer, and return the directory."""
     path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    save_byte_model(path)
     return str(path)
 
 

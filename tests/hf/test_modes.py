@@ -221,6 +221,28 @@ def test_a_cache_made_for_fewer_layers_refuses_the_next() -> None:
         tiny_model("llama")(random_ids(1, 3), past_key_values=cache)
 
 
+def test_a_cache_that_a_shallower_model_used_refuses_the_deeper_one() -> None:
+    model, shallow = tiny_model("llama"), tiny_model("llama", num_hidden_layers=1)
+    cache = prefilled(model, "k4v4", random_ids(1, 300))
+    with torch.no_grad():
+        shallow(random_ids(1, 3), past_key_values=cache)
+        with pytest.raises(CacheStateError, match="layer 1 holds 300 tokens where layer 0 holds 303"):
+            model(random_ids(1, 3), past_key_values=cache)
+
+
+def test_two_models_of_one_geometry_may_take_turns_as_with_the_dense_cache() -> None:
+    models = [tiny_model("llama"), tiny_model("llama")]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
+    caches = [DynamicCache(config=models[0].config), TurboQuantCache(models[0].config, NO_WINDOW)]
+    for turn, length in enumerate((300, 5, 200, 1)):
+        ids = random_ids(1, length, seed=turn)
+        with torch.no_grad():
+            want, got = (models[turn % 2](ids, past_key_values=cache).logits for cache in caches)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("filled", [0, 300], ids=["at-the-prompt", "later"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "sliding"])
 def test_a_forward_that_stopped_halfway_is_noticed(name: str, filled: int) -> None:
