@@ -8,7 +8,7 @@ fewer) the prompt is computed, and the row has the time to the first token and t
 filled with random keys and values, and only decoding is timed. ``ms_per_token`` is the time between two tokens that
 ``generate()`` hands out, the first ones, which compile and warm up, left out; ``event_ms`` the same by CUDA events, and
 ``forward_ms`` that of a plain loop of forward passes on the same cache. Static caches are compiled by ``generate()``
-itself, with CUDA graphs.
+itself, with CUDA graphs; their loop calls the step it compiled.
 
 Rows come in order of importance, and a row that fails says why. Bytes are those allocated beside the weights.
 """
@@ -41,7 +41,9 @@ from evals.throughput_models import (
     generate,
     make_cache,
     make_model,
+    noted_steps,
     random_ids,
+    step_ms,
 )
 
 RESULT_FILE = RESULTS / "throughput.jsonl"
@@ -129,9 +131,10 @@ def measure(model: Any, case: Case, *, prompt_tokens: int, steps: int = STEPS) -
             cache = make_cache(model, case.cache, case.context + SPARE_TOKENS)
             if not computed:
                 fill(model, cache, case.batch, case.context - 1)
-            watch = generate(model, cache, random_ids(model, case.batch, case.context), steps + skip + 1)
+            with noted_steps(model) as compiled:
+                watch = generate(model, cache, random_ids(model, case.batch, case.context), steps + skip + 1)
         held = allocated() - weights
-        plain = [] if case.is_static else forward_ms(model, cache, case.batch, steps)
+        plain = step_ms(compiled[0], steps) if compiled else forward_ms(model, cache, case.batch, steps)
     times = quantiles(watch.token_ms(skip))
     events = watch.event_ms(skip)
     return {
@@ -139,7 +142,8 @@ def measure(model: Any, case: Case, *, prompt_tokens: int, steps: int = STEPS) -
         "first_token_s": watch.first_token_s() if computed else None,
         "ms_per_token": times,
         "event_ms": quantiles(events) if events else None,
-        "forward_ms": quantiles(plain) if plain else None,
+        "forward_ms": quantiles(plain),
+        "compiled": bool(compiled),
         "tokens_per_s": 1000 * case.batch / times["p50"],
         "peak_bytes": peak.nbytes - weights if computed else None,
         "held_bytes": held,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -132,13 +133,40 @@ def generate(model: Any, cache: Any, ids: torch.Tensor, tokens: int) -> TokenClo
 def forward_ms(model: Any, cache: Any, batch: int, steps: int) -> list[float]:
     """Return milliseconds of each of ``steps`` forward passes over one token, the first two left out."""
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    return step_ms(lambda: model(token, logits_to_keep=1, **cache_argument(model, cache)), steps)
+
+
+def step_ms(step: Callable[[], object], steps: int) -> list[float]:
+    """Return milliseconds of each of ``steps`` calls, the first two left out."""
     seconds = []
     for _ in range(WARM_TOKENS + steps):
         start = time.perf_counter()
-        model(token, logits_to_keep=1, **cache_argument(model, cache))
+        step()
         wait()
         seconds.append(time.perf_counter() - start)
     return [1000 * value for value in seconds[WARM_TOKENS:]]
+
+
+@contextlib.contextmanager
+def noted_steps(model: Any) -> Iterator[list[Callable[[], object]]]:
+    """Keep the last compiled decode step of ``generate()``, to be called again; the list stays empty without one."""
+    noted: list[Callable[[], object]] = []
+    get_compiled_call = model.get_compiled_call
+
+    def get(config: Any) -> Callable[..., object]:
+        compiled = get_compiled_call(config)
+
+        def call(**inputs: Any) -> object:
+            noted[:] = [partial(compiled, **inputs)]
+            return compiled(**inputs)
+
+        return call
+
+    model.get_compiled_call = get
+    try:
+        yield noted
+    finally:
+        del model.get_compiled_call
 
 
 def allocated() -> int:

@@ -59,7 +59,9 @@ def test_every_cache_is_timed(tiny, cache, prompt_tokens):
     assert row["prompt"] == ("computed" if computed else "filled")
     assert (row["first_token_s"] is not None) == computed
     assert (row["peak_bytes"] is not None) == computed
-    assert (row["forward_ms"] is None) == case.is_static
+    assert row["forward_ms"]["p50"] > 0
+    # generate() compiles on a GPU only
+    assert row["compiled"] is False
     assert 0 < row["ms_per_token"]["p10"] <= row["ms_per_token"]["p50"] <= row["ms_per_token"]["p90"]
     assert row["tokens_per_s"] == pytest.approx(2000 / row["ms_per_token"]["p50"])
 
@@ -210,3 +212,18 @@ def test_cache_is_timed_on_the_gpu(tiny, cache):
     assert row["status"] == OK, row
     assert row["event_ms"]["p50"] > 0
     assert min(row["held_bytes"], row["peak_bytes"]) > 0
+
+
+def test_noted_step_is_the_last_compiled_one_and_undone():
+    class Model:
+        def get_compiled_call(self, config):
+            return lambda **inputs: (config, inputs)
+
+    model = Model()
+    with throughput_models.noted_steps(model) as noted:
+        assert noted == []
+        step = model.get_compiled_call("config")
+        assert step(a=1) == ("config", {"a": 1})
+        step(a=2)
+    assert noted[0]() == ("config", {"a": 2})
+    assert "get_compiled_call" not in vars(model)
