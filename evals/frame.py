@@ -3,7 +3,8 @@
 A run directory holds
 
     config.json           what decides the results, and every machine and version that worked on them
-    samples.rankN.jsonl   one line per sample, written and flushed as it is done, one file per process
+    samples.rankN.jsonl   one line per sample, written and flushed as it is done, one file per process; ``session`` says
+                          on which of the machines in config.json
     metrics.json          summary of all samples, made by the first process at the end
     table.md, *.png       the same for people
 
@@ -44,7 +45,8 @@ class RunDirectory:
     Args:
         path: The directory; made if it is not there.
         config: What decides the results, as plain values. Two runs with equal configurations give equal samples.
-        growing: Names of lists in ``config`` that may become longer when a run goes on: samples there are stay valid.
+        growing: Names of lists and mappings in ``config`` that may become longer when a run goes on: samples there are
+            stay valid.
         state: Processes of the run; None makes one of what the environment says.
         overwrite: Forget an earlier run in the same directory.
 
@@ -67,8 +69,11 @@ class RunDirectory:
             self._begin(growing, overwrite)
         self.state.wait_for_everyone()
         # every process compares, so that all stop where the first one does
-        if _differences(self._stored()["config"], self.config, ()):
+        stored = self._stored()
+        if _differences(stored["config"], self.config, ()):
             raise self._other_config()
+        self.sessions: list[dict[str, Any]] = stored["sessions"]
+        """Versions, machine and date of every start of the run; the last is this one."""
 
     def records(self) -> list[dict[str, Any]]:
         """Return all samples there are, of all processes, ordered by ``id``; a torn last line is left out."""
@@ -126,10 +131,15 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], growing: Sequen
     found = []
     for name in sorted({*old, *new}):
         before, now = old.get(name), new.get(name)
-        grown = name in growing and isinstance(before, list) and isinstance(now, list) and set(before) <= set(now)
-        if before != now and not grown:
+        if before != now and not (name in growing and _has_grown(before, now)):
             found.append(f"{name}: {_short(before)} there, {_short(now)} asked for")
     return found
+
+
+def _has_grown(before: object, now: object) -> bool:
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(name in now and now[name] == value for name, value in before.items())
+    return isinstance(before, list) and isinstance(now, list) and set(before) <= set(now)
 
 
 def _short(value: object) -> str:
@@ -192,6 +202,9 @@ def work(
     have = {record["id"] for record in run.records()}
     run.state.wait_for_everyone()
     missing = [piece for piece in todo if not done(piece[0], have)]
+    # pieces are often ordered by size: dealt out in turn, long and short ones fall on every process
+    count = run.state.num_processes
+    missing = [piece for first in range(count) for piece in missing[first::count]]
     with (
         run.state.split_between_processes(missing) as mine,
         (run.path / f"samples.rank{run.state.process_index}.jsonl").open("a", encoding="utf-8") as file,
@@ -200,7 +213,7 @@ def work(
         for name, content in mine:
             progress.set_description(name)
             for record in measure(content, have):
-                _append(file, record)
+                _append(file, {**record, "session": len(run.sessions) - 1})
             progress.update()
     run.state.wait_for_everyone()
     return run.records()

@@ -25,19 +25,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache
 
 from evals import longbench_report
-from evals.baselines import BASELINES, held, installed_quantized, make_cache
-from evals.common import cache_argument, fill_cache, prefill, smollm2_dir
+from evals.baselines import held, make_cache
+from evals.common import cache_argument, smollm2_dir
+from evals.context import REFERENCE, Context, check_specs
 from evals.frame import EvalError, RunDirectory, process_state, rank_device, work
 from evals.longbench_data import NO_CHAT, Item, base_task, expand_tasks, load_items
 from evals.longbench_metrics import score
-from hf_turboquant import PRESETS
 from hf_turboquant.loading import load_model, read_config
 
-REFERENCE: Final = "dynamic"
 ROOM: Final = 500
 """Tokens of a model's context left for the chat template and the answer, as the authors leave."""
 
@@ -106,22 +104,15 @@ class Answerer:
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer = model, tokenizer
-        layers = DynamicCache(config=model.config).layers
-        # a context is computed once for all caches where every layer holds nothing but keys and values
-        self.shares_context = all(type(layer) is DynamicLayer for layer in layers)
 
     @torch.inference_mode()
     def answer(self, item: Item, prompt: Prompt, specs: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each cache with what was generated through it, greedily."""
         ids = prompt.ids.to(self.model.device)
-        context = ids[:, : prompt.context_tokens]
-        shared = prefill(self.model, context) if context.shape[1] and len(specs) > 1 and self.shares_context else None
+        context = Context(self.model, ids[:, : prompt.context_tokens], caches=len(specs))
         for spec in specs:
             cache = make_cache(self.model, spec)
-            if shared is not None:
-                fill_cache(cache, shared)
-            elif context.shape[1]:
-                self.model(context, logits_to_keep=1, **cache_argument(self.model, cache))
+            context.read_into(cache)
             start = time.perf_counter()
             new = self._generate(ids, cache, item)
             seconds = time.perf_counter() - start
@@ -230,18 +221,6 @@ def default_max_length(config: Any) -> int:
             f"the context of the model is {positions} tokens, too short for LongBench; say --max-length TOKENS"
         )
     return int(positions) - ROOM
-
-
-def check_specs(specs: Sequence[str]) -> None:
-    """Refuse unknown caches.
-
-    Raises:
-        EvalError: A name is unknown; the message lists the known.
-    """
-    known = (REFERENCE, *PRESETS, *BASELINES, *installed_quantized())
-    for spec in specs:
-        if spec.partition(":")[0] not in known:
-            raise EvalError(f"unknown cache {spec!r}; known are {', '.join(known)}")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -21,8 +21,9 @@ from typing import Any, Final
 
 import torch
 
+from evals.context import REFERENCE, check_specs
 from evals.frame import EvalError, RunDirectory, bootstrap_interval, process_state, rank_device, work
-from evals.longbench import REFERENCE, Answerer, build_prompt, check_specs, default_max_length
+from evals.longbench import Answerer, build_prompt, default_max_length
 from evals.longbench_data import Item, Template
 from hf_turboquant.loading import load_model, read_config
 

@@ -1,134 +1,54 @@
 """Find a needle: does an answer survive when the text that holds it is read from a compressed cache?
 
-RULER's single-needle task: a seven-digit number is hidden at a given depth of a text and asked for behind it. The text
-alone is the prompt; question and answer follow in a second pass that reads the cache, as a user's question would.
-(Asked in one pass, the first token of the answer would come from keys and values that were never compressed.) The
-answer is teacher-forced, which tells greedy success, every token the most likely one, and beside it the negative
-log-likelihood, which moves long before a digit is lost. At depth 100 the needle lies in the exact window of most
-caches.
+A sentence is hidden at a given depth of a text and asked for behind it. The text alone is the prompt; question and
+answer follow in a second pass that reads the cache, as a user's question would (``--protocol split``). Asked in one
+pass (``oneshot``), the first token of the answer comes from keys and values that were never compressed.
 
-    python -m evals.niah --cache dynamic --cache k4v4 --cache k3v3 --lengths 1024,2048,4096
+The answer is teacher-forced, which tells greedy success, every token the most likely one, and beside it the negative
+log-likelihood, which moves long before a digit is lost. The sandwich can be served in other words, so for that needle
+text is generated and searched; its likelihood is still that of the exact words. At depth 100 the needle lies in the
+exact window of most caches.
 
-Samples there are in the results are not measured again, unless ``--fresh`` is given.
+    python -m evals.niah --cache k4v4 --cache k3v3 --lengths 1024,2048,4096
+    python -m evals.niah --model Qwen/Qwen2.5-7B-Instruct --lengths 4096:32768:4096 --depths 0:100:10 --needle uuid
+    torchrun --nproc_per_node 8 -m evals.niah --model ./model --haystack ./essays --samples 5 --cache k3v2
+
+Full precision (``dynamic``) always runs beside the others, on the same prompts. A run that was interrupted goes on
+when started again with the same words; more caches, lengths, depths and samples may be named then. Without ``--out``,
+samples of the default model, needle, haystack and protocol also go into ``evals/results/niah.jsonl``, of which
+docs/quality.md is made.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
+import hashlib
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tqdm import tqdm
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
-from evals.baselines import make_cache, settings_of
-from evals.common import (
-    EXCERPT,
-    RESULTS,
-    cache_argument,
-    environment,
-    fill_cache,
-    load_model,
-    prefill,
-    read_results,
-)
+from evals import niah_report
+from evals.baselines import held, make_cache, settings_of
+from evals.common import RESULTS, cache_argument, smollm2_dir
+from evals.context import REFERENCE, Context, check_specs
+from evals.frame import EvalError, RunDirectory, process_state, rank_device, work
+from evals.needles import NEEDLES, Cell, Sample, haystack_ids, make_sample
+from hf_turboquant.loading import load_model
 
 RESULT_FILE: Final = RESULTS / "niah.jsonl"
-LENGTHS: Final = (1024, 2048, 4096)
-DEPTHS: Final = (0, 25, 50, 75, 100)
-
-# RULER asks for two words joined by a hyphen; any will do that the text does not contain
-_FIRST: Final = ("quiet", "amber", "silver", "hollow", "winter", "crimson", "gentle", "copper")
-_SECOND: Final = ("river", "stone", "gate", "tree", "bell", "path", "cloud", "lantern")
-
-INTRODUCTION: Final = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "number afterwards.\n"
-)
-NEEDLE: Final = " One of the special magic numbers for {key} is: {value}."
-QUESTION: Final = (
-    "\nWhat is the special magic number for {key} mentioned in the provided text? The special magic number for {key} "
-    "mentioned in the provided text is:"
-)
-
-
-# samples
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One hidden number. Token ids are without special tokens.
-
-    Attributes:
-        length: Tokens of context, question and answer together, within one sentence of the text.
-        depth: Where the needle lies, percent of the text.
-        seed: Of key, number and place in the book; also the number of the sample.
-        context: Introduction, text and needle.
-        question: Question and the beginning of the answer.
-        answer: The number.
-        key: What the number is for.
-        value: The number as text.
-    """
-
-    length: int
-    depth: float
-    seed: int
-    context: tuple[int, ...]
-    question: tuple[int, ...]
-    answer: tuple[int, ...]
-    key: str
-    value: str
-
-    @property
-    def name(self) -> str:
-        """Identify the sample."""
-        return f"{self.length}-{self.depth:g}-{self.seed}"
-
-
-def make_sample(tokenizer: Any, haystack: Sequence[int], length: int, depth: float, seed: int) -> Sample:
-    """Hide a number in a text.
-
-    The needle is put behind the last sentence that ends before ``depth``. Key, number and the part of the text that is
-    used depend on the arguments alone, not on what was made before.
-
-    Args:
-        tokenizer: Of the model.
-        haystack: Token ids of a text; read from the beginning again where it ends.
-        length: Tokens in all.
-        depth: 0 to 100.
-        seed: Any integer.
-    """
-    rng = random.Random(f"{seed}/{length}/{depth:g}")
-    key, value = f"{rng.choice(_FIRST)}-{rng.choice(_SECOND)}", str(rng.randint(10**6, 10**7 - 1))
-    introduction, needle, question, answer = (
-        tokenizer(text, add_special_tokens=False).input_ids
-        for text in (INTRODUCTION, NEEDLE.format(key=key, value=value), QUESTION.format(key=key), f" {value}")
-    )
-    size = length - sum(map(len, (introduction, needle, question, answer)))
-    start = rng.randrange(len(haystack))
-    text = [haystack[(start + i) % len(haystack)] for i in range(size)]
-    place = round(size * depth / 100)
-    if depth < 100:
-        ends = tokenizer.convert_ids_to_tokens(text[:place])
-        while place and not ends[place - 1].rstrip("\"'").endswith((".", "!", "?")):
-            place -= 1
-    context = (*introduction, *text[:place], *needle, *text[place:])
-    return Sample(length, depth, seed, context, tuple(question), tuple(answer), key, value)
-
-
-def make_samples(
-    tokenizer: Any, haystack: Sequence[int], lengths: Sequence[int], depths: Sequence[float], seeds: Sequence[int]
-) -> Iterator[Sample]:
-    """Yield a sample for every length, depth and seed."""
-    for length in lengths:
-        for depth in depths:
-            for seed in seeds:
-                yield make_sample(tokenizer, haystack, length, depth, seed)
+DEFAULT_MODEL: Final = "SmolLM2-135M-Instruct"
+DEFAULT_CACHES: Final = ("k4v4", "k3v3")
+LENGTHS: Final = "1024,2048,4096"
+DEPTHS: Final = "0,25,50,75,100"
+PUBLISHED: Final = {"model": DEFAULT_MODEL, "needle": "number", "haystack": "austen", "protocol": "split"}
+"""What a run must be for its samples to stand in the document."""
+GENERATED_TOKENS: Final = 32
 
 
 # scores
@@ -139,9 +59,9 @@ class Answer:
     """How a cache answered.
 
     Attributes:
-        hit: Whether greedy decoding gives the number: each of its tokens is the most likely.
-        nll: Mean negative log-likelihood of the tokens of the number, nats.
-        text: The most likely token at each place, decoded.
+        hit: Whether greedy decoding gives what was hidden.
+        nll: Mean negative log-likelihood of the tokens of the answer, nats.
+        text: The most likely token at each place of the answer, decoded; or what was generated.
     """
 
     hit: bool
@@ -149,124 +69,257 @@ class Answer:
     text: str
 
 
-@torch.inference_mode()
-def score_sample(model: Any, tokenizer: Any, sample: Sample, cache: Cache, prompt: DynamicCache) -> Answer:
-    """Ask for the number with a cache that holds the context.
+class Asker:
+    """Asks one cache after another for what was hidden.
 
     Args:
         model: A causal language model.
         tokenizer: Its tokenizer.
-        sample: What is hidden and asked.
-        cache: Empty; filled with ``prompt`` here.
-        prompt: Dense cache of the context, from :func:`evals.common.prefill`. One serves every cache.
+        needle: One of :data:`evals.needles.NEEDLES`.
+        protocol: ``split`` or ``oneshot``.
     """
-    fill_cache(cache, prompt)
-    ids = torch.tensor([[*sample.question, *sample.answer[:-1]]], device=model.device)
-    answer = torch.tensor(sample.answer, device=model.device)
-    logits = model(ids, logits_to_keep=len(answer), **cache_argument(model, cache)).logits[0].float()
-    likely = logits.argmax(-1)
-    nll = -logits.log_softmax(-1).gather(-1, answer[:, None]).mean()
-    return Answer(bool((likely == answer).all()), float(nll), tokenizer.decode(likely))
+
+    def __init__(self, model: Any, tokenizer: Any, needle: str, protocol: str) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.expected = NEEDLES[needle].expected
+        self.split = protocol == "split"
+
+    def answers(self, sample: Sample, specs: Sequence[str]) -> Iterator[tuple[str, Answer, Cache]]:
+        """Yield each cache by its name, what it answered, and the cache itself."""
+        ids = torch.tensor([sample.context if self.split else ()], dtype=torch.long)
+        context = Context(self.model, ids, caches=len(specs) * (1 if self.expected is None else 2))
+        for spec in specs:
+            cache = make_cache(self.model, spec)
+            context.read_into(cache)
+            answer = self._force(sample, cache)
+            if self.expected is not None:
+                again = make_cache(self.model, spec)
+                context.read_into(again)
+                text = self._generate(sample, again)
+                answer = Answer(self.expected.lower() in text.lower(), answer.nll, text)
+            yield spec, answer, cache
+
+    @torch.inference_mode()
+    def _force(self, sample: Sample, cache: Cache) -> Answer:
+        """Give the question and all but the last token of the answer, and look what each position expects next."""
+        answer = torch.tensor(sample.answer, device=self.model.device)
+        if self.split:
+            logits = self._logits((*sample.question, *sample.answer[:-1]), cache, keep=len(answer))
+        else:
+            logits = self._logits((*sample.context, *sample.question), cache, keep=1)
+            if len(answer) > 1:
+                logits = torch.cat((logits, self._logits(sample.answer[:-1], cache, keep=len(answer) - 1)))
+        likely = logits.argmax(-1)
+        nll = -logits.log_softmax(-1).gather(-1, answer[:, None]).mean()
+        return Answer(bool((likely == answer).all()), float(nll), self.tokenizer.decode(likely))
+
+    @torch.inference_mode()
+    def _generate(self, sample: Sample, cache: Cache) -> str:
+        """Return what follows the question, greedily, up to the end of the line."""
+        ids = sample.question if self.split else (*sample.context, *sample.question)
+        new: list[int] = []
+        while len(new) < GENERATED_TOKENS:
+            token = int(self._logits(ids, cache, keep=1).argmax())
+            if token == self.tokenizer.eos_token_id:
+                break
+            new.append(token)
+            ids = (token,)
+            if "\n" in self.tokenizer.decode(new).lstrip():
+                break
+        text: str = self.tokenizer.decode(new)
+        return text
+
+    def _logits(self, ids: Sequence[int], cache: Cache, *, keep: int) -> torch.Tensor:
+        """Return the last ``keep`` rows of logits ``(keep, vocabulary)``, float32."""
+        inputs = torch.tensor([ids], device=self.model.device)
+        out = self.model(inputs, logits_to_keep=keep, **cache_argument(self.model, cache))
+        rows: torch.Tensor = out.logits[0].float()
+        return rows
 
 
 # runs
 
 
-def haystack_ids(tokenizer: Any, path: Path = EXCERPT) -> list[int]:
-    """Return the token ids of a text, its line breaks turned to spaces."""
-    text = " ".join(path.read_text(encoding="utf-8").split())
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    return ids
-
-
 def run(
+    directory: RunDirectory,
     model: Any,
     tokenizer: Any,
-    samples: Sequence[Sample],
+    haystack: Sequence[int],
+    cells: Sequence[Cell],
     specs: Sequence[str],
-    path: Path,
     *,
-    model_name: str,
-    fresh: bool = False,
-) -> None:
-    """Score every cache on every sample and append what is missing to ``path``.
+    needle: str = "number",
+    protocol: str = "split",
+) -> dict[str, Any]:
+    """Measure what is missing, and return the summary; the first process also writes it, with table and heat maps.
 
     Args:
+        directory: Where samples are and results go.
         model: A causal language model.
         tokenizer: Its tokenizer.
-        samples: From :func:`make_samples`.
-        specs: Caches, as :func:`evals.baselines.make_cache` takes them.
-        path: JSONL file.
-        model_name: Recorded.
-        fresh: Measure ``specs`` again, in place of the records there are.
+        haystack: Token ids of the text.
+        cells: What to measure, the same in every process.
+        specs: Caches, ``dynamic`` among them.
+        needle: One of :data:`evals.needles.NEEDLES`.
+        protocol: ``split`` or ``oneshot``.
     """
-    settings = {spec: settings_of(make_cache(model, spec)) for spec in specs}
-    records = []
-    for record in read_results(path) if path.exists() else []:
-        ours = record["model"] == model_name and record["cache"] in settings
-        # a preset may have come to mean other settings since
-        if not ours or not (fresh or record["settings"] != settings[record["cache"]]):
-            records.append(record)
-    if path.exists():
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    done = {(r["model"], r["cache"], r["sample"]) for r in records}
-    where = {"eval": "niah", "model": model_name, "dtype": str(model.dtype)[6:]}
-    where_measured = environment()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for sample in (progress := tqdm(samples, unit="sample", disable=None)):
-            todo = [spec for spec in specs if (model_name, spec, sample.name) not in done]
-            if not todo:
-                continue
-            progress.set_description(sample.name)
-            prompt = prefill(model, torch.tensor([sample.context], device=model.device))
-            for spec in todo:
-                answer = score_sample(model, tokenizer, sample, make_cache(model, spec), prompt)
-                record = {
-                    **where,
-                    "cache": spec,
-                    "settings": settings[spec],
-                    "sample": sample.name,
-                    "length": sample.length,
-                    "depth": sample.depth,
-                    "seed": sample.seed,
-                    "value": sample.value,
-                    "hit": answer.hit,
-                    "nll": answer.nll,
-                    "text": answer.text,
-                    **where_measured,
-                }
-                file.write(json.dumps(record) + "\n")
-                file.flush()
+    asker = Asker(model, tokenizer, needle, protocol)
+
+    def missing(name: str, have: set[str]) -> list[str]:
+        return [spec for spec in specs if f"{name}/{spec}" not in have]
+
+    def measure(cell: Cell, have: set[str]) -> Iterator[dict[str, Any]]:
+        sample = make_sample(tokenizer, haystack, cell, needle)
+        start = time.perf_counter()
+        for spec, answer, cache in asker.answers(sample, missing(cell.name, have)):
+            holds = held(cache)
+            yield {
+                "id": f"{cell.name}/{spec}",
+                "sample": cell.name,
+                "cache": spec,
+                "length": cell.length,
+                "depth": cell.depth,
+                "seed": cell.seed,
+                "prompt_sha256": _digest((*sample.context, *sample.question)),
+                "value": sample.value,
+                "hit": answer.hit,
+                "nll": answer.nll,
+                "text": answer.text,
+                "cache_bytes": holds.nbytes,
+                "dense_bytes": holds.dense_nbytes,
+                "seconds": round(time.perf_counter() - start, 3),
+            }
+            start = time.perf_counter()
+
+    todo = [(cell.name, cell) for cell in cells]
+    records = work(directory, todo, measure, done=lambda name, have: not missing(name, have))
+    summary = niah_report.summarize(records, specs)
+    if directory.state.is_main_process:
+        directory.write("metrics.json", summary)
+        directory.write("table.md", niah_report.table(summary))
+        title = f"{directory.config.get('model', '')}, needle: {needle}"
+        niah_report.plot(records, specs, directory.path / "heatmap.png", title)
+    directory.state.wait_for_everyone()
+    return summary
 
 
-def main() -> None:
-    """Measure, write the results, print hits and likelihoods."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", action="append", metavar="SPEC", help="measure this cache; may be repeated")
-    parser.add_argument("--model", help="hub id or directory; SmolLM2-135M-Instruct without it")
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens, comma-separated")
-    parser.add_argument("--depths", default=",".join(map(str, DEPTHS)), help="percent, comma-separated")
-    parser.add_argument("--seeds", type=int, default=1, help="samples per length and depth")
-    parser.add_argument("--text", type=Path, default=EXCERPT, help="UTF-8 text to hide the needle in")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=RESULT_FILE)
-    parser.add_argument("--fresh", action="store_true", help="measure again what the results hold")
-    args = parser.parse_args()
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(str(list(ids)).encode()).hexdigest()[:16]
 
-    torch.set_num_threads(1)
-    model, tokenizer = load_model(args.model, dtype=torch.float32, device=args.device)
-    lengths, depths = [int(n) for n in args.lengths.split(",")], [float(d) for d in args.depths.split(",")]
-    samples = list(make_samples(tokenizer, haystack_ids(tokenizer, args.text), lengths, depths, range(args.seeds)))
-    specs = args.cache or ["dynamic", "k4v4", "k3v3"]
-    name = args.model or "SmolLM2-135M-Instruct"
-    run(model, tokenizer, samples, specs, args.out, model_name=name, fresh=args.fresh)
-    for spec in specs:
-        records = [r for r in read_results(args.out) if (r["model"], r["cache"]) == (name, spec)]
-        for length in lengths:
-            cells = [r for r in records if r["length"] == length]
-            hits = "".join("X" if r["hit"] else "." for r in sorted(cells, key=lambda r: r["depth"]))
-            print(f"{spec:30} {length:6} tokens  {hits}  nll {sum(r['nll'] for r in cells) / len(cells):.4f}")
+
+# command line
+
+
+def parse_grid(text: str) -> list[float]:
+    """Return ``"0,25,100"``, or ``"0:100:25"`` with both ends, as numbers.
+
+    Raises:
+        EvalError: It is neither.
+    """
+    try:
+        if ":" in text:
+            first, last, step = (float(part) for part in text.split(":"))
+            if step <= 0:
+                raise ValueError(text)
+            return [first + i * step for i in range(int((last - first) / step + 1e-9) + 1)]
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise EvalError(f"a grid must be numbers with commas, or first:last:step, got {text!r}") from None
+
+
+def model_label(name_or_path: str | None) -> str:
+    """Return what results call a model: its hub id, or the name of its directory."""
+    if name_or_path is None:
+        return DEFAULT_MODEL
+    path = Path(name_or_path)
+    return path.resolve().name if path.is_dir() else name_or_path
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="evals.niah", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help=f"hub id or directory; {DEFAULT_MODEL} without it")
+    parser.add_argument("--gguf-file", help="GGUF file in the model directory")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; the GPU if there is one")
+    parser.add_argument(
+        "--cache", action="append", metavar="SPEC", help="a cache; may be repeated (default: k4v4 and k3v3)"
+    )
+    parser.add_argument("--needle", choices=tuple(NEEDLES), default="number")
+    parser.add_argument(
+        "--haystack", default="austen", help="austen, noise, a .txt file, a folder of them, or hub:ID (default: austen)"
+    )
+    parser.add_argument("--lengths", default=LENGTHS, help=f"tokens: {LENGTHS} or 1024:8192:1024")
+    parser.add_argument("--depths", default=DEPTHS, help=f"percent: {DEPTHS} or 0:100:10")
+    parser.add_argument("--samples", "--seeds", type=int, default=1, help="samples for each length and depth")
+    parser.add_argument("--protocol", choices=("split", "oneshot"), default="split")
+    parser.add_argument("--out", type=Path, help="run directory (default: runs/niah-MODEL-NEEDLE)")
+    parser.add_argument("--results", type=Path, help="copy the samples of the run into this JSONL file")
+    parser.add_argument(
+        "--overwrite", "--fresh", action="store_true", help="forget an earlier run in the directory, measure again"
+    )
+    parser.add_argument("--force", action="store_true", help="load even a model that should not fit in memory")
+    return parser.parse_args(arguments)
+
+
+def evaluate(args: argparse.Namespace) -> Path:
+    """Do what the command line says, and return the run directory."""
+    specs = list(dict.fromkeys([REFERENCE, *(args.cache or DEFAULT_CACHES)]))
+    check_specs(specs)
+    lengths, depths = [int(length) for length in parse_grid(args.lengths)], parse_grid(args.depths)
+    if args.samples < 1 or not all(0 <= depth <= 100 for depth in depths):
+        raise EvalError(
+            f"--samples must be at least 1 and --depths from 0 to 100, got {args.samples} and {args.depths}"
+        )
+    state = process_state(args.device)
+    model, tokenizer = load_model(
+        args.model or str(smollm2_dir()),
+        gguf_file=args.gguf_file,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        device=rank_device(state, args.device),
+        tokens=max(lengths),
+        cache="dense",
+        force=args.force,
+    )
+    haystack = haystack_ids(tokenizer, args.haystack)
+    config = {
+        "eval": "niah",
+        "model": model_label(args.model),
+        "gguf_file": args.gguf_file,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "needle": args.needle,
+        "haystack": args.haystack,
+        "haystack_sha256": _digest(haystack),
+        "protocol": args.protocol,
+        "lengths": lengths,
+        "depths": depths,
+        "samples": list(range(args.samples)),
+        "caches": {spec: settings_of(make_cache(model, spec)) for spec in specs},
+    }
+    path = args.out or Path("runs") / f"niah-{Path(config['model']).name}-{args.needle}"
+    growing = ("lengths", "depths", "samples", "caches")
+    directory = RunDirectory(path, config, growing=growing, state=state, overwrite=args.overwrite)
+    cells = [Cell(length, depth, seed) for length in lengths for depth in depths for seed in config["samples"]]
+    run(directory, model, tokenizer, haystack, cells, specs, needle=args.needle, protocol=args.protocol)
+    standard = args.out is None and all(config[name] == value for name, value in PUBLISHED.items())
+    results = args.results or (RESULT_FILE if standard else None)
+    if state.is_main_process:
+        if results is not None:
+            niah_report.publish(directory, results)
+        print(f"{(path / 'table.md').read_text(encoding='utf-8')}\n{path}/table.md")
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line; what cannot be done is one line on stderr and exit code 2."""
+    args = parse_arguments(arguments)
+    try:
+        evaluate(args)
+    except (EvalError, ValueError, ImportError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -112,3 +113,38 @@ def test_bootstrap_interval_has_the_width_of_the_normal_one():
 def test_groups_weigh_the_same():
     assert mean_of_means([[0.0] * 99, [1.0]]) == 0.5
     assert bootstrap_interval([[0.0] * 99, [1.0]]) == (0.5, 0.5)
+
+
+def test_mappings_may_grow_but_not_change(tmp_path):
+    def opened(settings):
+        return RunDirectory(tmp_path / "run", {"caches": settings}, growing=("caches",), state=process_state("cpu"))
+
+    opened({"a": None, "b": {"bits": 4}})
+    opened({"a": None, "b": {"bits": 4}, "c": None})
+    with pytest.raises(EvalError, match="caches"):
+        opened({"a": None, "b": {"bits": 3}, "c": None})
+
+
+def test_samples_say_in_which_session_they_were_measured(tmp_path):
+    run_all(open_run(tmp_path / "run"), ["a"])
+    run = open_run(tmp_path / "run")
+    assert [record["session"] for record in run_all(run, ["a", "b"])] == [0, 1]
+    assert len(run.sessions) == 2
+
+
+def test_work_is_dealt_out_in_turn(tmp_path):
+    class Second:
+        """The second of two processes, as far as work looks at it."""
+
+        num_processes, process_index, is_main_process = 2, 1, False
+
+        def wait_for_everyone(self):
+            pass
+
+        @contextlib.contextmanager
+        def split_between_processes(self, pieces):
+            yield pieces[(len(pieces) + 1) // 2 :]
+
+    run = open_run(tmp_path / "run")
+    run.state = Second()
+    assert [record["id"] for record in run_all(run, ["a", "b", "c", "d", "e"])] == ["b", "d"]
