@@ -19,6 +19,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
+import torch
+
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
 from hf_turboquant.presets import resolve_config
@@ -204,7 +206,9 @@ def loop_instructions(
     Returns:
         None where the fast kernel does not serve the formats, or has not been counted for them.
     """
-    if keys.kind != "mse" or values.kind != "mse" or keys.head_dim != values.head_dim or len(values.groups) != 1:
+    plain = (keys.kind, values.kind) == ("mse", "mse") and keys.head_dim == values.head_dim and len(values.groups) == 1
+    # what was counted has block means and the narrow norms
+    if not plain or not keys.centered or torch.float32 in (keys.norm_dtype, values.norm_dtype):
         return None
     tiles = 1 if group_size <= ROWS_OF_TILE else 2
     bits = tuple(group.bits for group in keys.groups)

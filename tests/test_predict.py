@@ -47,7 +47,7 @@ def test_query_rows_share_passes(group_size, tiles, passes):
     assert loop_instructions(*formats, 110, group_size) == (INSTRUCTIONS[110, 128, (4,), 4, tiles], passes)
 
 
-@pytest.mark.parametrize("preset", ["k8v4", "polar", "thor-k3v2"])
+@pytest.mark.parametrize("preset", ["k8v4", "polar", "thor-k3v2", "paper-mse3"])
 def test_unknown_where_nothing_was_counted(preset):
     assert decode_seconds(LLAMA, preset, 8192, SLOW) is None
     assert model_decode_seconds(SHAPES["llama-8b"], preset, 8192, SLOW) is None
