@@ -1,8 +1,9 @@
 """Caches to compare with: plain integer, KIVI and NVFP4 codecs of our own, and those of transformers.
 
 Ours keep the first ``sinks`` and the last ``window`` tokens exact and quantize a block of 128 once, when it leaves the
-window: the rule of ``TurboQuantCache``, so that rows of a table differ in the codec and in nothing else. They hold what
-they read back dense. Their bits and bytes are those of the formats they imitate, computed rather than measured.
+window: the rule of ``TurboQuantCache``, so that rows of a table differ in the codec and in nothing else. In a sliding
+layer there are no sinks, in theirs as in ours. They hold what they read back dense. Their bits and bytes are those of
+the formats they imitate, computed rather than measured.
 
     make_cache(model, "kivi3")              # per-channel keys, groups of 32
     make_cache(model, "kivi3:sinks=0")      # as published, without sinks
@@ -13,59 +14,22 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from transformers import Cache, DynamicCache, QuantizedCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from evals import common
+from evals.baseline_codecs import Codec, integer, nvfp4, symmetric_integer
 from hf_turboquant import TurboQuantCache
 
 BLOCK_TOKENS: Final = 128
-
-Codec = Callable[[torch.Tensor], torch.Tensor]
-"""Quantizes and reconstructs ``(batch, heads, 128, head_dim)``."""
-
-
-# codecs
-
-
-def integer(vectors: torch.Tensor, bits: int, group: int, dim: int) -> torch.Tensor:
-    """Round to ``2**bits`` even steps from the least to the greatest of each group along ``dim``, both in float16."""
-    grouped = vectors.unflatten(dim, (-1, group))
-    low, high = grouped.amin(dim, keepdim=True), grouped.amax(dim, keepdim=True)
-    step = ((high - low) / (2**bits - 1)).half().float().clamp_min(1e-8)
-    low = low.half().float()
-    codes = ((grouped - low) / step).round().clamp(0, 2**bits - 1)
-    return (codes * step + low).flatten(dim - 1, dim)
-
-
-def symmetric_integer(vectors: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Round to ``2**bits - 1`` even steps around zero, per token and group of channels, one float16 scale each."""
-    grouped = vectors.unflatten(-1, (-1, group))
-    top = 2 ** (bits - 1) - 1
-    step = (grouped.abs().amax(-1, keepdim=True) / top).half().float().clamp_min(1e-8)
-    return ((grouped / step).round().clamp(-top, top) * step).flatten(-2)
-
-
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def nvfp4(vectors: torch.Tensor) -> torch.Tensor:
-    """Round to E2M1 floats, an E4M3 scale per token and 16 channels, and one float32 scale per block of tokens."""
-    grouped = vectors.unflatten(-1, (-1, 16))
-    largest = grouped.abs().amax(-1, keepdim=True)
-    block_scale = largest.amax(dim=(-3, -2, -1), keepdim=True).clamp_min(1e-12) / (6 * 448)
-    scale = (largest / 6 / block_scale).to(torch.float8_e4m3fn).float() * block_scale
-    levels = torch.tensor(_E2M1, device=vectors.device)
-    boundaries = (levels[1:] + levels[:-1]) / 2
-    magnitude = (grouped / scale.clamp_min(1e-12)).abs().contiguous()
-    return (levels[torch.bucketize(magnitude, boundaries)] * grouped.sign() * scale).flatten(-2)
-
+SLIDING_BLOCKS: Final = 3
+"""Blocks a sliding window must have behind the exact tokens: ``TurboQuantCache`` leaves shorter ones as they are."""
 
 # caches
 
@@ -138,6 +102,7 @@ class BaselineLayer(DynamicLayer):
     def __init__(self, baseline: Baseline) -> None:
         super().__init__()
         self.baseline = baseline
+        self.first = baseline.sinks
         self.blocks = 0
 
     def update(
@@ -147,7 +112,7 @@ class BaselineLayer(DynamicLayer):
         empty = self.get_seq_length() == 0
         super().update(key_states, value_states, *args, **kwargs)
         base = self.baseline
-        done = base.sinks + self.blocks * BLOCK_TOKENS
+        done = self.first + self.blocks * BLOCK_TOKENS
         due = max(self.keys.shape[-2] - done - base.window, 0) // BLOCK_TOKENS
         for start in range(done, done + due * BLOCK_TOKENS, BLOCK_TOKENS):
             block = slice(start, start + BLOCK_TOKENS)
@@ -156,16 +121,66 @@ class BaselineLayer(DynamicLayer):
         self.blocks += due
         return (key_states, value_states) if empty else (self.keys, self.values)
 
+    def counts(self) -> tuple[int, int, int]:
+        """Return the tokens that a real cache of this kind holds packed and exact, and those that a dense one holds."""
+        packed = self.blocks * BLOCK_TOKENS
+        return packed, self.keys.shape[-2] - packed, self.keys.shape[-2]
+
+
+class BaselineSlidingLayer(BaselineLayer):
+    """The same behind a sliding window: all tokens are held, those of the window are shown and counted."""
+
+    is_sliding = True
+
+    def __init__(self, baseline: Baseline, sliding_window: int) -> None:
+        super().__init__(baseline)
+        self.past_tokens = sliding_window - 1
+        self.first = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens, and return them with those before them that the first of them sees."""
+        visible, _ = self.get_mask_sizes(key_states.shape[-2])
+        if self.get_seq_length() == 0:
+            # what a prompt leaves behind the window is not stored, and the first block begins in the window
+            self.first = max(key_states.shape[-2] - self.past_tokens, 0)
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys[..., -visible:, :], values[..., -visible:, :]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the keys the next ``query_length`` queries will see."""
+        past = min(self.get_seq_length(), self.past_tokens)
+        return past + query_length, self.get_seq_length() - past
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return packed, exact and dense tokens; a block is held until no later query sees any of its tokens."""
+        tokens = self.get_seq_length()
+        exact = tokens - self.first - self.blocks * BLOCK_TOKENS
+        dense = min(tokens, self.past_tokens)
+        return -(-(dense - exact) // BLOCK_TOKENS) * BLOCK_TOKENS, exact, dense
+
 
 class BaselineCache(DynamicCache):
-    """Cache of :class:`BaselineLayer`, for models with full attention only."""
+    """Cache of baseline layers, for models of full attention and of sliding windows that ours compresses too."""
 
     def __init__(self, config: Any, baseline: Baseline) -> None:
         super().__init__(config=config)
-        if any(type(layer) is not DynamicLayer for layer in self.layers):
-            raise ValueError("the plain baselines serve models whose layers are all of full attention")
         self.baseline = baseline
-        self.layers = [BaselineLayer(baseline) for _ in self.layers]
+        self.layers = [_baseline_layer(layer, baseline) for layer in self.layers]
+
+
+def _baseline_layer(stock: Any, baseline: Baseline) -> BaselineLayer:
+    """Return a layer for the place of one of transformers'."""
+    if type(stock) is DynamicLayer:
+        return BaselineLayer(baseline)
+    shortest = baseline.window + SLIDING_BLOCKS * BLOCK_TOKENS
+    if type(stock) is DynamicSlidingWindowLayer and stock.sliding_window >= shortest:
+        return BaselineSlidingLayer(baseline, stock.sliding_window)
+    raise ValueError(
+        f"the plain baselines serve full attention and sliding windows of at least {shortest} tokens, got "
+        f"{type(stock).__name__} with a window of {getattr(stock, 'sliding_window', None)}"
+    )
 
 
 _QUANTIZED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -181,8 +196,10 @@ _QUANTIZED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
 _PACKAGE_OF_BACKEND: Final = {"fp8": "torch", "quanto": "optimum.quanto", "hqq": "hqq"}
 
 
-def installed_quantized() -> list[str]:
-    """Return the names of transformers' quantized caches whose backend can be imported."""
+def installed_quantized(model: Any = None) -> list[str]:
+    """Return the names of transformers' quantized caches that can be imported; they refuse models with windows."""
+    if model is not None and any(DynamicCache(config=model.config).is_sliding):
+        return []
     return [name for name, options in _QUANTIZED.items() if _importable(_PACKAGE_OF_BACKEND[options["backend"]])]
 
 
@@ -290,10 +307,11 @@ def _tensors(item: Any) -> list[torch.Tensor]:
 def _held_by_baseline(cache: BaselineCache) -> Held:
     base, nbytes, dense = cache.baseline, 0.0, 0
     for layer in cache.layers:
-        packed = layer.blocks * BLOCK_TOKENS / layer.keys.shape[-2]
+        packed, exact, tokens = layer.counts()
         for tensor, bits in ((layer.keys, base.key_bits), (layer.values, base.value_bits)):
-            nbytes += tensor.numel() * (packed * bits / 8 + (1 - packed) * 2)
-            dense += tensor.numel() * 2
+            per_token = tensor.numel() // tensor.shape[-2]
+            nbytes += per_token * (packed * bits / 8 + exact * 2)
+            dense += per_token * tokens * 2
     return Held(base.key_bits, base.value_bits, round(nbytes), dense, measured=False)
 
 

@@ -8,6 +8,7 @@ tokens. KL is that of the full distribution, in nats.
     python -m evals.quality                                 # every preset and every baseline; updates docs/quality.md
     python -m evals.quality --cache k3v3:key_centering=none --out /tmp/q.jsonl
     python -m evals.quality --ablations                     # one setting at a time, with paired differences
+    python -m evals.quality --model DIRECTORY               # another model; docs hold those of quality_report.MODELS
 
 Caches measured before on the same text and protocol are not measured again, unless ``--fresh`` is given.
 """
@@ -39,7 +40,7 @@ from evals.common import (
     prefill,
     read_results,
 )
-from evals.quality_report import ABLATION_FILE, RESULT_FILE
+from evals.quality_report import ABLATION_FILE
 from hf_turboquant import PRESETS
 
 ABLATIONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -90,16 +91,26 @@ def read_text(path: Path) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", paragraphs)
 
 
-def cut_windows(ids: Sequence[int], protocol: Protocol) -> list[torch.Tensor]:
+def cut_windows(ids: Sequence[int], protocol: Protocol, first: Sequence[int] = ()) -> list[torch.Tensor]:
     """Return disjoint runs ``(1, prefill + decode + 1)``, one at the start of each of ``protocol.windows`` equal parts.
+
+    Args:
+        ids: Of the text.
+        protocol: Lengths.
+        first: What every window begins with, counted in its length: the token some models must see first.
 
     Raises:
         ValueError: The text is too short.
     """
-    part, length = len(ids) // protocol.windows, protocol.prefill + protocol.decode + 1
+    part, length = len(ids) // protocol.windows, protocol.prefill + protocol.decode + 1 - len(first)
     if part < length:
         raise ValueError(f"{protocol.windows} windows need {protocol.windows * length} tokens of text, got {len(ids)}")
-    return [torch.tensor([ids[i * part : i * part + length]]) for i in range(protocol.windows)]
+    return [torch.tensor([[*first, *ids[i * part : i * part + length]]]) for i in range(protocol.windows)]
+
+
+def first_tokens(tokenizer: Any) -> list[int]:
+    """Return the beginning-of-text token where the tokenizer puts one. Gemma's perplexity nearly doubles without it."""
+    return [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
 
 
 # scoring
@@ -255,14 +266,22 @@ def _drop(job: Job, settings: Mapping[str, dict[str, Any] | None], *, fresh: boo
     job.path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
 
-def standard_specs() -> list[str]:
+def standard_specs(model: Any) -> list[str]:
     """Return dense, every preset, our baselines, and the quantized caches of transformers that run here."""
-    return ["dynamic", *PRESETS, *BASELINES, *installed_quantized()]
+    return ["dynamic", *PRESETS, *BASELINES, *installed_quantized(model)]
 
 
 def ablation_specs() -> list[str]:
     """Return presets, each followed by variants of it with a setting or two changed."""
     return [spec for name, changes in ABLATIONS.items() for spec in (name, *(f"{name}:{change}" for change in changes))]
+
+
+def model_label(name_or_path: str | None) -> str:
+    """Return what results call a model: its hub id, or the name of its directory."""
+    if name_or_path is None:
+        return quality_report.MODELS[0]
+    path = Path(name_or_path)
+    return path.resolve().name if path.is_dir() else name_or_path
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -275,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in asdict(Protocol()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, help="results; without it the file under evals/results that docs read")
+    parser.add_argument("--out", type=Path, help="results; without it the file under evals/results that the docs read")
     parser.add_argument("--fresh", action="store_true", help="measure again what the results hold")
     parser.add_argument("--tables-only", action="store_true", help="make tables and plot from the results there are")
     return parser.parse_args()
@@ -284,22 +303,26 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, write the results, print the table; without ``--out``, update the document and the plot."""
     args = parse_arguments()
+    label = model_label(args.model)
+    if args.out is None and (label not in quality_report.MODELS[: 1 if args.ablations else None]):
+        raise SystemExit(f"the document holds no results of {label}; name a file of your own by --out")
     if not args.tables_only:
         torch.set_num_threads(1)
         protocol = Protocol(args.prefill, args.decode, args.block, args.windows)
         model, tokenizer = load_model(args.model, dtype=torch.float32, device=args.device)
         text = read_text(args.text)
         job = Job(
-            model_name=args.model or "SmolLM2-135M-Instruct",
+            model_name=label,
             dtype="float32",
             text=args.text.name,
             text_sha256=hashlib.sha256(text.encode()).hexdigest()[:16],
             protocol=protocol,
-            path=args.out or (ABLATION_FILE if args.ablations else RESULT_FILE),
+            path=args.out or (ABLATION_FILE if args.ablations else quality_report.result_file(label)),
         )
         ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        specs = args.cache or (ablation_specs() if args.ablations else standard_specs())
-        run(job, model, cut_windows(ids, protocol), specs, fresh=args.fresh)
+        specs = args.cache or (ablation_specs() if args.ablations else standard_specs(model))
+        windows = cut_windows(ids, protocol, first_tokens(tokenizer))
+        run(job, model, windows, specs, fresh=args.fresh)
         print(quality_report.table(job.records()))
     if args.out is None:
         quality_report.update()

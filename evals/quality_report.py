@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,8 +21,10 @@ from hf_turboquant import PRESETS
 RESULT_FILE: Final = RESULTS / "quality.jsonl"
 ABLATION_FILE: Final = RESULTS / "quality_ablations.jsonl"
 DOCUMENT: Final = ROOT / "docs" / "quality.md"
-PLOT: Final = ROOT / "docs" / "quality.png"
 DEFAULT_PRESET: Final = "k4v4"
+
+MODELS: Final = ("SmolLM2-135M-Instruct", "gemma-3-270m")
+"""The models of the document, as the results name them. The first needs no ``--model``; the ablations are its own."""
 
 PAPERS: Final = ("tq", "paper", "polar", "thor")
 """How the names of presets begin that reproduce a paper's settings rather than ours."""
@@ -153,21 +156,27 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def target_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was aimed at and what was reached."""
-    own = [s for s in ordered(records) if family(s.cache) == "hf_turboquant"]
-    lines = ["| aim | at most | preset | bits | KL, nats | top-1 | reached |", "|---|---|---|---:|---:|---:|---|"]
-    for name, bits, kl, top1 in TARGETS:
-        fitting = [s for s in own if s.bits <= bits and (not name.startswith("default") or s.cache == DEFAULT_PRESET)]
-        if not fitting:
-            continue
-        best = min(fitting, key=lambda s: s.kl)
-        aim = f"{bits} bits, KL {kl}" + (f", top-1 at least {top1}" if top1 else "")
-        reached = best.kl <= kl and (top1 is None or best.top1 >= top1)
-        lines.append(
-            f"| {name} | {aim} | `{best.cache}` | {best.bits:.4g} | {best.kl:.5f} ± {best.kl_se:.5f} | "
-            f"{best.top1:.3f} ± {best.top1_se:.3f} | {'yes' if reached else 'no'} |"
-        )
+def target_table(quality: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return what was aimed at and what was reached, by model."""
+    lines = [
+        "| model | aim | at most | preset | bits | KL, nats | top-1 | reached |",
+        "|---|---|---|---|---:|---:|---:|---|",
+    ]
+    for model, records in quality.items():
+        own = [s for s in ordered(records) if family(s.cache) == "hf_turboquant"]
+        for name, bits, kl, top1 in TARGETS:
+            fitting = [
+                s for s in own if s.bits <= bits and (not name.startswith("default") or s.cache == DEFAULT_PRESET)
+            ]
+            if not fitting:
+                continue
+            best = min(fitting, key=lambda s: s.kl)
+            aim = f"{bits} bits, KL {kl}" + (f", top-1 at least {top1}" if top1 else "")
+            reached = best.kl <= kl and (top1 is None or best.top1 >= top1)
+            lines.append(
+                f"| {model} | {name} | {aim} | `{best.cache}` | {best.bits:.4g} | {best.kl:.5f} ± {best.kl_se:.5f} | "
+                f"{best.top1:.3f} ± {best.top1_se:.3f} | {'yes' if reached else 'no'} |"
+            )
     return "\n".join(lines)
 
 
@@ -218,29 +227,40 @@ def points(records: Sequence[Mapping[str, Any]]) -> list[plots.Point]:
     ]
 
 
+def suffix(model: str) -> str:
+    """Return what the names of a model's results, tables and plot end with: nothing for the first."""
+    return "" if model == MODELS[0] else f"-{model}"
+
+
+def result_file(model: str) -> Path:
+    """Return where the results of a model of :data:`MODELS` are."""
+    return RESULT_FILE.with_name(f"quality{suffix(model)}.jsonl")
+
+
 def sections() -> dict[str, str]:
     """Return the generated parts of the document by their markers, as far as there are results."""
-    made = {}
-    if RESULT_FILE.exists():
-        records = read_results(RESULT_FILE)
-        made["quality-targets"], made["quality-table"] = target_table(records), table(records)
+    quality = {model: read_results(path) for model in MODELS if (path := result_file(model)).exists()}
+    made = {"quality-targets": target_table(quality)} if quality else {}
+    for model, records in quality.items():
+        made[f"quality-table{suffix(model)}"] = table(records)
+    needles = read_results(niah.RESULT_FILE) if niah.RESULT_FILE.exists() else []
+    for model in MODELS:
+        if records := [record for record in needles if record["model"] == model]:
+            made[f"needle-table{suffix(model)}"] = needle_table(records)
     if ABLATION_FILE.exists():
         made["quality-ablations"] = ablation_table(read_results(ABLATION_FILE))
-    if niah.RESULT_FILE.exists():
-        made["needle-table"] = needle_table(read_results(niah.RESULT_FILE))
     return made
 
 
 def update() -> None:
-    """Write the tables into the document and draw the plot."""
+    """Write the tables into the document and draw a plot for each model."""
     text = DOCUMENT.read_text(encoding="utf-8")
     for marker, content in sections().items():
         text = replace_between(text, marker, content)
     DOCUMENT.write_text(text, encoding="utf-8")
-    if RESULT_FILE.exists():
-        records = read_results(RESULT_FILE)
-        first = records[0]
-        title = (
-            f"{first['model']}, {sum(r['positions'] for r in records if r['cache'] == first['cache'])} decoded tokens"
-        )
-        plots.plot_pareto(points(records), PLOT, title)
+    for model in MODELS:
+        if result_file(model).exists():
+            records = read_results(result_file(model))
+            positions = sum(r["positions"] for r in records if r["cache"] == records[0]["cache"])
+            plot = DOCUMENT.with_name(f"quality{suffix(model)}.png")
+            plots.plot_pareto(points(records), plot, f"{model}, {positions} decoded tokens")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from evals import quality, quality_report
-from evals.baselines import BASELINES, integer, make_cache, nvfp4, symmetric_integer
+from evals.baseline_codecs import integer, nvfp4, symmetric_integer
+from evals.baselines import BASELINES, installed_quantized, make_cache
 from evals.baselines import held as bytes_of
 from evals.common import EXCERPT, cache_argument, fill_cache, parse_settings, prefill
 from evals.plots import Point, pareto_front, plot_pareto
 from evals.quality import Job, Protocol, Window, cut_windows, decode, read_text
 from evals.quality_report import by_cache, paired_difference, summarize
 from hf_turboquant import TurboQuantCache
-from tests.helpers import random_kv, tiny_model
+from tests.helpers import random_ids, random_kv, tiny_model
 
 PLAIN = "k4v4:key_centering=none,key_split=none,guard=off"
 SHORT = Protocol(prefill=516, decode=64, block=32, windows=1)
@@ -136,6 +138,28 @@ def test_windows_are_disjoint():
     assert len({int(i) for w in windows for i in w[0]}) == 48
 
 
+def test_windows_begin_as_the_model_wants():
+    windows = cut_windows(range(100), Protocol(prefill=10, decode=5, windows=3), first=[7])
+    assert [w.shape for w in windows] == [(1, 16)] * 3
+    assert [w[0, :3].tolist() for w in windows] == [[7, 0, 1], [7, 33, 34], [7, 66, 67]]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [([2], [2]), ([], []), ([1], []), ([2, 1], [2])], ids=str)
+def test_first_tokens_are_the_tokenizers(text, wanted):
+    def tokenizer(_):
+        return SimpleNamespace(input_ids=text)
+
+    tokenizer.bos_token_id = 2
+    assert quality.first_tokens(tokenizer) == wanted
+
+
+def test_model_is_called_by_its_directory(tmp_path):
+    (tmp_path / "gemma").mkdir()
+    assert quality.model_label(str(tmp_path / "gemma")) == "gemma"
+    assert quality.model_label("org/name") == "org/name"
+    assert quality.model_label(None) == quality_report.MODELS[0]
+
+
 def test_short_text_is_refused():
     with pytest.raises(ValueError, match="3 windows need 48 tokens of text, got 47"):
         cut_windows(range(47), Protocol(prefill=10, decode=5, windows=3))
@@ -205,9 +229,45 @@ def test_baseline_prompt_is_returned_as_it_came():
     assert torch.equal(got[1], values)
 
 
-def test_baselines_refuse_sliding_windows():
-    with pytest.raises(ValueError, match="full attention"):
+def test_baselines_refuse_short_sliding_windows():
+    with pytest.raises(ValueError, match="sliding windows of at least 512 tokens, got DynamicSlidingWindowLayer"):
         make_cache(tiny_model("gemma3"), "kivi4")
+
+
+def sliding_model():
+    """Return a tiny Gemma 3 whose windows are long enough to be compressed, and its layers that slide."""
+    model = tiny_model("gemma3", sliding_window=512, head_dim=64)
+    return model, [i for i, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+
+
+def test_baseline_behind_a_sliding_window():
+    """The first block begins where the window of the prompt does; later ones follow. There are no sinks."""
+    model, sliding = sliding_model()
+    cache = make_cache(model, "kivi2")
+    keys, values = random_kv(1, 1, 900, 64)
+    assert torch.equal(cache.update(keys[:, :, :800], values[:, :, :800], sliding[0])[0], keys[:, :, :800])
+    assert cache.get_mask_sizes(100, sliding[0]) == (511 + 100, 289)
+    got = cache.update(keys[:, :, 800:], values[:, :, 800:], sliding[0])
+    for read, given in zip(got, (keys, values), strict=True):
+        changed = (read != given[:, :, 289:]).any(-1).all(1)[0].nonzero().flatten()
+        assert changed.tolist() == list(range(3 * 128))
+
+
+def test_eight_bits_change_little_behind_sliding_windows():
+    """The masks of a baseline's sliding layers are right: with wrong ones, even exact codes would change much."""
+    model, _ = sliding_model()
+    protocol = Protocol(prefill=700, decode=64, block=32)
+    window = Window(model, random_ids(1, 765), protocol)
+    dense, fine, coarse = (
+        float(window.score(make_cache(model, name)).kl.mean()) for name in ("dynamic", "int8", "kivi2")
+    )
+    assert abs(dense) < 1e-7
+    assert fine < 0.05 * coarse
+
+
+def test_quantized_caches_of_transformers_are_left_out_where_windows_slide():
+    assert installed_quantized(sliding_model()[0]) == []
+    assert "fp8" in installed_quantized(tiny_model("llama"))
 
 
 # bits and bytes
@@ -261,6 +321,35 @@ def test_computed_bytes_of_a_baseline():
     holds = bytes_of(cache)
     assert holds.nbytes == 2 * 2 * 2 * 64 * (256 * 5 // 8 + 132 * 2)
     assert not holds.measured
+
+
+def test_computed_bytes_behind_a_sliding_window():
+    """Of 900 tokens the window holds 511: two blocks and 255 exact ones."""
+    model, sliding = sliding_model()
+    cache = make_cache(model, "kivi4")
+    for layer in range(2):
+        cache.update(*random_kv(1, 1, 900, 64), layer)
+    assert sliding == [0]
+    expected = [(256, 255, 511), (768, 132, 900)]
+    assert [layer.counts() for layer in cache.layers] == expected
+    row = 2 * 64
+    assert bytes_of(cache).nbytes == sum(row * (packed * 5 // 8 + exact * 2) for packed, exact, _ in expected)
+    assert bytes_of(cache).dense_nbytes == row * 2 * (511 + 900)
+
+
+@pytest.mark.parametrize("prompt", [300, 511, 512, 900])
+def test_windows_of_ours_and_of_baselines_hold_the_same_tokens(prompt):
+    model, sliding = sliding_model()
+    keys, values = random_kv(1, 1, prompt + 400, 64)
+    ours, theirs = make_cache(model, "k4v4"), make_cache(model, "kivi4")
+    # ours drops a block when the next tokens come, hence a last one
+    for start, stop in ((0, prompt), *((n, n + 20) for n in range(prompt, prompt + 380, 20)), (-1, None)):
+        counts = theirs.layers[sliding[0]].counts() if start else None
+        for cache in (ours, theirs):
+            cache.update(keys[:, :, start:stop], values[:, :, start:stop], sliding[0])
+    store = ours.layers[sliding[0]].store
+    packed, exact, _ = counts
+    assert (store.packed_tokens, store.seq_len - store.packed_tokens - 1) == (packed, exact)
 
 
 def test_fp8_is_8_bits(smollm, window):
@@ -405,10 +494,19 @@ def test_plot_is_written(tmp_path):
 # document
 
 
-@pytest.mark.parametrize("marker", ["quality-targets", "quality-table", "quality-ablations", "needle-table"])
+@pytest.mark.parametrize("marker", sorted(quality_report.sections()))
 def test_document_is_made_from_the_results(marker):
     made = quality_report.sections()[marker]
     assert made.count("\n") > 3
     assert f"<!-- {marker}:begin -->\n{made}\n<!-- {marker}:end -->" in quality_report.DOCUMENT.read_text(
         encoding="utf-8"
     )
+
+
+def test_document_holds_every_model():
+    markers = quality_report.sections()
+    assert {"quality-targets", "quality-ablations"} < set(markers)
+    for model in quality_report.MODELS:
+        assert f"quality-table{quality_report.suffix(model)}" in markers
+        assert f"needle-table{quality_report.suffix(model)}" in markers
+        assert quality_report.DOCUMENT.with_name(f"quality{quality_report.suffix(model)}.png").exists()
