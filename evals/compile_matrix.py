@@ -1,10 +1,12 @@
 """Compile every kernel for every GPU generation without a GPU, and count what its main loop costs.
 
-Each case runs a launcher on small CPU tensors while the launches are recorded instead of made, so that what is compiled
-is what would run: the launch table's tiles, the argument types, the alignment of every pointer. The record is
-``tests/ops/compile_budget.json``; ``--check`` compares with it, ``--update`` writes it.
+Each case of :mod:`evals.compile_cases` runs a launcher on small CPU tensors while the launches are recorded instead of
+made, so that what is compiled is what would run: the launch table's tiles, the argument types, the alignment of every
+pointer. The record is ``tests/ops/compile_budget.json``; ``--check`` compares with it, ``--update`` writes it.
 
     python -m evals.compile_matrix --check
+    python -m evals.compile_matrix --check --full
+    python -m evals.compile_matrix --update --missing
     python -m evals.compile_matrix --update --cases attend-k2v2-d128 --capabilities 90
 
 Must run in a process without ``TRITON_INTERPRET``.
@@ -19,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +32,29 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from hf_turboquant.layout import ChannelGroup, VectorFormat
-from hf_turboquant.ops import AttendOptions, KVView, VectorCodec, VectorTables
-from hf_turboquant.ops import triton as kernels
-from hf_turboquant.ops.triton import attend_launch, dequantize_kernel, quantize_kernel
+from evals.compile_cases import build_cases as growing_cases
+from evals.compile_static import STATIC_KERNELS, STATIC_LIMITS, static_cases
+from hf_turboquant.ops.triton import append_kernel, attend_launch, dequantize_kernel, fast_attend, quantize_kernel
 
 CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
+GENERATIONS = (80, 90, 110, 120)
+"""One GPU of each generation of matrix products."""
+
 BUDGET = Path(__file__).resolve().parents[1] / "tests" / "ops" / "compile_budget.json"
 
 SHARED_LIMIT = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 """Shared memory a program may use, KiB, by compute capability."""
 
+LEAST_SHARED = min(SHARED_LIMIT.values())
+"""Shared memory that every kernel must do with, KiB: shared memory does not change inside a generation."""
+
 _KERNELS = (
+    (append_kernel, "append_kernel"),
+    (fast_attend, "quantize_query_kernel"),
+    (fast_attend, "fast_attend_kernel"),
+    (fast_attend, "fast_combine_kernel"),
     (quantize_kernel, "quantize_kernel"),
     (dequantize_kernel, "dequantize_kernel"),
     (attend_launch, "attend_kernel"),
@@ -60,97 +72,16 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, int]
 
-
-# cases
-
-
-def _codec(
-    kind: str, head_dim: int, bits: int, *, transposed: bool, centered: bool, split: bool = False
-) -> VectorCodec:
-    if kind == "exact":
-        return VectorCodec(VectorFormat("exact", head_dim, exact_dtype=torch.bfloat16), VectorTables())
-    groups = (ChannelGroup(0, head_dim, bits),)
-    if split:
-        groups = (ChannelGroup(0, head_dim // 2, bits + 1), ChannelGroup(head_dim // 2, head_dim // 2, bits - 1))
-    square = torch.zeros(head_dim, head_dim)
-    tables = VectorTables(
-        tuple(torch.zeros(1 << group.bits) for group in groups),
-        tuple(torch.zeros((1 << group.bits) - 1) for group in groups),
-        square,
-        square if kind == "prod" else None,
-        0.1,
-    )
-    return VectorCodec(VectorFormat(kind, head_dim, groups, transposed=transposed, centered=centered), tables)
-
-
-def _view(keys: VectorCodec, values: VectorCodec) -> KVView:
-    heads, blocks, slots = 2, 4, 256
-    record = keys.format.nbytes + values.format.nbytes
-    dense = [torch.zeros(1, heads, slots, codec.format.head_dim, dtype=torch.bfloat16) for codec in (keys, values)]
-    arena = torch.zeros(blocks, 1, heads, record, dtype=torch.uint8)
-    sinks = [tensor[:, :, :4] for tensor in dense]
-    return KVView(keys, values, sinks[0], sinks[1], (arena,), blocks, None, dense[0], dense[1], 0, 200)
-
-
-def _attend(keys: VectorCodec, values: VectorCodec, *, group_size: int = 4, q_len: int = 1, **options: Any) -> None:
-    query = torch.zeros(1, 2 * group_size, q_len, keys.format.head_dim, dtype=torch.bfloat16)
-    kernels.attend(query, _view(keys, values), AttendOptions(scaling=0.1, is_causal=True, **options))
-
-
-def _quantize(keys: VectorCodec, values: VectorCodec) -> None:
-    dense = [torch.zeros(1, 2, 256, codec.format.head_dim, dtype=torch.bfloat16) for codec in (keys, values)]
-    out = torch.empty(2, 1, 2, keys.format.nbytes + values.format.nbytes, dtype=torch.uint8)
-    kernels.quantize(dense[0], dense[1], out, keys, values, check=False)
-
-
-def _dequantize(codec: VectorCodec) -> None:
-    kernels.dequantize(torch.empty(2, codec.format.nbytes, dtype=torch.uint8), codec)
-
-
-def _pair(key_bits: int, value_bits: int, head_dim: int, **key_options: Any) -> tuple[VectorCodec, VectorCodec]:
-    keys = _codec(key_options.pop("kind", "mse"), head_dim, key_bits, transposed=False, centered=True, **key_options)
-    return keys, _codec("mse", head_dim, value_bits, transposed=True, centered=False)
-
-
-def build_cases() -> dict[str, Callable[[], None]]:
-    """Return every case by name. The names are those of the budget file."""
-    cases: dict[str, Callable[[], None]] = {}
-
-    def add(name: str, operation: Callable[..., None], *arguments: Any, **options: Any) -> None:
-        cases[name] = lambda: operation(*arguments, **options)
-
-    for key_bits, value_bits in ((1, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8)):
-        for head_dim in (64, 128, 256) if key_bits in (2, 4) else (128,):
-            add(f"attend-k{key_bits}v{value_bits}-d{head_dim}", _attend, *_pair(key_bits, value_bits, head_dim))
-    for head_dim in (80, 96, 112, 192):
-        add(f"attend-k4v4-d{head_dim}", _attend, *_pair(4, 4, head_dim))
-    add("attend-prod3v2-d128", _attend, *_pair(2, 2, 128, kind="prod"))
-    add("attend-split3v2-d128", _attend, *_pair(3, 2, 128, split=True))
-    exact = _codec("exact", 128, 16, transposed=False, centered=False)
-    add("attend-exact-d128", _attend, exact, exact)
-    for name, options in {
-        "rows16": {"group_size": 16},
-        "rows32": {"q_len": 8},
-        "rows64": {"q_len": 64},
-        "mask": {"mask": torch.zeros(1, 1, 1, 716)},
-        "softcap-window": {"softcap": 30.0, "sliding_window": 300},
-        "sink-logits": {"sink_logits": torch.zeros(8)},
-    }.items():
-        add(f"attend-k4v4-d128-{name}", _attend, *_pair(4, 4, 128), **options)
-    add("attend-k4v4-d256-rows64", _attend, *_pair(4, 4, 256), q_len=64)
-    for key_bits, head_dim in ((2, 64), (2, 128), (3, 128), (4, 128), (8, 128), (4, 80), (4, 256)):
-        pair = _pair(key_bits, key_bits, head_dim)
-        add(f"quantize-k{key_bits}v{key_bits}-d{head_dim}", _quantize, *pair)
-    add("quantize-prod3v2-d128", _quantize, *_pair(2, 2, 128, kind="prod"))
-    add("quantize-prod3v2-d256", _quantize, *_pair(2, 2, 256, kind="prod"))
-    add("quantize-split3v2-d128", _quantize, *_pair(3, 2, 128, split=True))
-    add("dequantize-k3-d128", _dequantize, _pair(3, 3, 128)[0])
-    add("dequantize-v4-d256", _dequantize, _pair(4, 4, 256)[1])
-    add("dequantize-prod3-d128", _dequantize, _pair(2, 2, 128, kind="prod")[0])
-    return cases
+    @property
+    def is_gluon(self) -> bool:
+        """Whether the kernel is written in Gluon."""
+        return isinstance(self.kernel, GluonJITFunction)
 
 
 # recording
+
+
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 class _Recorder:
@@ -161,7 +92,7 @@ class _Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
-            options = {key: named.pop(key) for key in ("num_warps", "num_stages") if key in named}
+            options = {key: named.pop(key) for key in _OPTIONS if key in named}
             bound = dict(zip(self._kernel.arg_names, arguments)) | named
             self._launches.append(Launch(self._name, self._kernel, bound, options))
 
@@ -178,8 +109,11 @@ def record_launches(case: Callable[[], None], capability: int) -> list[Launch]:
 
 @contextmanager
 def _patched(launches: list[Launch], capability: int) -> Iterator[None]:
-    patches = [mock.patch.object(attend_launch, "device_limits", return_value=(capability, 100))]
-    for module, name in _KERNELS:
+    limits = (capability, 100)
+    patches = [
+        mock.patch.object(module, "device_limits", return_value=limits) for module in (attend_launch, fast_attend, *STATIC_LIMITS)
+    ]
+    for module, name in (*_KERNELS, *STATIC_KERNELS):
         patches.append(mock.patch.object(module, name, _Recorder(name, getattr(module, name), launches)))
     for patch in patches:
         patch.start()
@@ -197,6 +131,8 @@ _POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -235,7 +171,9 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, float]:
         ``stack`` bytes per thread (spills), ``shared`` KiB.
     """
     signature, constants, attributes = _signature(launch)
-    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = (GluonASTSource if launch.is_gluon else ASTSource)(
+        fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory) / "kernel.cubin"
@@ -248,9 +186,11 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, float]:
         "stack": int(_find(r"STACK:(\d+)", usage)),
         "shared": round(compiled.metadata.shared / 1024, 1),
     }
-    if launch.name == "attend_kernel":
+    if launch.name in ("attend_kernel", "fast_attend_kernel", "static_attend_kernel"):
         elements = 128 * (launch.arguments["K"].head_dim + launch.arguments["V"].head_dim)
-        cost["lane_ops"] = round(len(loop) * 32 * launch.options["num_warps"] / elements, 2)
+        # the warps of the fast kernel read a block each, the others share one
+        warps = 1 if launch.is_gluon else launch.options["num_warps"]
+        cost["lane_ops"] = round(len(loop) * 32 * warps / elements, 2)
         cost["barriers"] = sum("BAR.SYNC" in line for line in loop)
     return cost
 
@@ -287,13 +227,17 @@ def _largest_loop(sass: str) -> list[str]:
 # budget
 
 
-def measure(names: list[str], capabilities: list[int]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Compile cases and yield the cost of every launch, by ``case/kernel/smNN``."""
+def measure(
+    names: list[str], capabilities: list[int], known: Container[str] = ()
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Compile cases and yield the cost of every launch that is not ``known``, by ``case/kernel/smNN``."""
     cases = build_cases()
-    for name in names:
-        for capability in capabilities:
+    for capability in capabilities:
+        for name in names:
             for launch in record_launches(cases[name], capability):
-                yield f"{name}/{launch.name}/sm{capability}", compile_launch(launch, capability)
+                key = f"{name}/{launch.name}/sm{capability}"
+                if key not in known:
+                    yield key, compile_launch(launch, capability)
 
 
 def write_budget(path: Path, costs: dict[str, dict[str, float]]) -> None:
@@ -311,9 +255,8 @@ def find_excesses(costs: dict[str, dict[str, float]], budget: dict[str, dict[str
     }
     lines = []
     for key, cost in costs.items():
-        capability = int(key.rsplit("/sm", 1)[1])
-        if cost["shared"] > SHARED_LIMIT[capability]:
-            lines.append(f"{key}: {cost['shared']} KiB of shared memory, the device has {SHARED_LIMIT[capability]}")
+        if cost["shared"] > LEAST_SHARED:
+            lines.append(f"{key}: {cost['shared']} KiB of shared memory, some devices have {LEAST_SHARED}")
         if key not in budget:
             lines.append(f"{key}: not in the budget; run python -m evals.compile_matrix --update")
             continue
@@ -328,7 +271,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", help="names (default: all)")
-    parser.add_argument("--capabilities", nargs="*", type=int, default=list(CAPABILITIES))
+    parser.add_argument("--capabilities", nargs="*", type=int, help="default: one of each generation")
+    parser.add_argument("--full", action="store_true", help="every GPU, not one of each generation")
+    parser.add_argument("--missing", action="store_true", help="only what is not in the budget")
     parser.add_argument("--budget", type=Path, default=BUDGET)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="fail on any cost above the budget")
@@ -338,12 +283,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("TRITON_INTERPRET must be unset: the interpreter compiles nothing")
     budget = json.loads(options.budget.read_text()) if options.budget.exists() else {}
     costs = {}
-    for key, cost in measure(options.cases or list(build_cases()), options.capabilities):
+    capabilities = options.capabilities or list(CAPABILITIES if options.full else GENERATIONS)
+    known = budget if options.missing else ()
+    for key, cost in measure(options.cases or list(build_cases()), capabilities, known):
         costs[key] = cost
         print(key, " ".join(f"{what}={value}" for what, value in cost.items()), flush=True)
         if options.update:
             # after every launch: a long run that ends early leaves what it measured
-            write_budget(options.budget, budget | costs)
+            written = json.loads(options.budget.read_text()) if options.budget.exists() else {}
+            write_budget(options.budget, written | {key: cost})
     excesses = find_excesses(costs, budget) if options.check else []
     for line in excesses:
         print(line, file=sys.stderr)

@@ -13,13 +13,14 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import CacheStateError, ConfigError
-from hf_turboquant.layer_choice import compressed_layer, settings_for
+from hf_turboquant.layer_choice import compressed_layer, settings_for, static_layers
 from hf_turboquant.layers import TurboQuantLayer, select_states
 from hf_turboquant.offload import OffloadSchedule
 from hf_turboquant.ops import VectorTables
 from hf_turboquant.persist import compare_models, describe_model, read_cache, restore_layers, write_cache
 from hf_turboquant.presets import resolve_config
-from hf_turboquant.report import LayerMemory, LayerPath, MemoryReport, PathReport, storage_bytes
+from hf_turboquant.report import LayerPath, MemoryReport, PathReport, layer_memory, storage_bytes
+from hf_turboquant.static_layers import TurboQuantStaticLayer, is_registered, may_compile
 from hf_turboquant.step_check import StepCheck
 
 
@@ -38,6 +39,9 @@ class TurboQuantCache(DynamicCache):
             changes on a machine without another device.
         windowed: False keeps every token in every layer, whatever window the model declares: for cross attention, and
             for assisted decoding with a version of transformers that cannot roll a window back.
+        max_cache_len: Make room for this many tokens from the start, and let ``generate()`` compile decode steps and
+            replay them as CUDA graphs. Needs :func:`hf_turboquant.enable`; without it, steps run as they do without
+            ``max_cache_len``. Sliding windows are kept exact, in transformers' static layers. None lets the cache grow.
         **overrides: Fields of :class:`TurboQuantConfig` to change.
 
     Raises:
@@ -53,8 +57,13 @@ class TurboQuantCache(DynamicCache):
         *,
         offloading: bool = False,
         windowed: bool = True,
+        max_cache_len: int | None = None,
         **overrides: Any,
     ) -> None:
+        if offloading and max_cache_len is not None:
+            raise ConfigError(
+                "offloading must be False with max_cache_len, whose memory stays where it is, got True; leave one out"
+            )
         if not isinstance(model_config, PreTrainedConfig):
             raise ConfigError(
                 f"model_config must be a transformers configuration, got {type(model_config).__name__}; pass "
@@ -63,10 +72,17 @@ class TurboQuantCache(DynamicCache):
         text_config = model_config.get_text_config(decoder=True)
         self.turboquant_config = settings_for(resolve_config(config, **overrides), text_config)
         super().__init__(config=model_config)
-        self.layers = [
-            compressed_layer(layer, self.turboquant_config, index, windowed=windowed)
-            for index, layer in enumerate(self.layers)
-        ]
+        # of a cache of fixed size, which asks it for the attention of the model
+        self._text_config = None if max_cache_len is None else text_config
+        if max_cache_len is None:
+            self.layers = [
+                compressed_layer(layer, self.turboquant_config, index, windowed=windowed)
+                for index, layer in enumerate(self.layers)
+            ]
+        else:
+            self.layers = static_layers(
+                self.layers, self.turboquant_config, text_config, windowed=windowed, max_cache_len=max_cache_len
+            )
         self._model_config = model_config
         self._windowed = windowed
         self._steps = StepCheck(getattr(text_config, "cross_attention_layers", None) or ())
@@ -99,9 +115,9 @@ class TurboQuantCache(DynamicCache):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TurboQuantCache:
-        """Copy the tokens, and share the tables, which never change."""
-        for tables in self._tables():
-            memo[id(tables)] = tables
+        """Copy the tokens, and share the tables, which never change, and the configuration of the model."""
+        for shared in (*self._tables(), self._model_config, self._text_config):
+            memo[id(shared)] = shared
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
@@ -130,13 +146,37 @@ class TurboQuantCache(DynamicCache):
                 f"layer_idx must be below {len(self.layers)}, the layers this cache was made for, got {layer_idx}; "
                 "make it from the configuration of the model that uses it"
             )
-        self._steps.before_update(self.layers, layer_idx)
+        if self._text_config is not None and torch.compiler.is_compiling():
+            if isinstance(self.layers[layer_idx], TurboQuantStaticLayer):
+                kwargs["registered"] = is_registered(self._text_config)
+        else:
+            self._steps.before_update(self.layers, layer_idx)
         if self._offload is not None:
             self._offload.before_update(layer_idx, key_states.device)
         states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
         return states
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate()`` may compile decode steps.
+
+        It asks before every one of them, which is the moment to say that there is no room for it.
+
+        Raises:
+            CacheStateError: Compiled steps have filled the cache.
+        """
+        if self._text_config is None:
+            return bool(super().is_compileable)
+        return may_compile(self.layers, self._text_config)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the position of the next query, for masks: a tensor where a step may be compiled."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, TurboQuantStaticLayer) and layer.counts_on_device:
+            return layer.length_on_device  # type: ignore[return-value]
+        return int(self.get_seq_length(layer_idx))
 
     def reset(self) -> None:
         """Forget all tokens; the cache is as new."""
@@ -222,6 +262,7 @@ class TurboQuantCache(DynamicCache):
         device: torch.device | str | Mapping[int, torch.device] = "cpu",
         offloading: bool = False,
         backend: str | None = None,
+        max_cache_len: int | None = None,
     ) -> TurboQuantCache:
         """Read a saved cache. What is generated from it is what the saved one would have generated.
 
@@ -231,8 +272,10 @@ class TurboQuantCache(DynamicCache):
             device: Where the layers shall be: one device, or one for each layer index.
             offloading: As for a new cache.
             backend: Who computes; None for the one saved.
+            max_cache_len: As for a new cache. It is not saved: give it again for a cache of fixed size.
 
         Raises:
+            CacheStateError: There are more tokens than ``max_cache_len``.
             CacheFileError: The file is not whole, was altered, is of another version, or was saved for another model.
             FileNotFoundError: There is no file.
         """
@@ -242,7 +285,8 @@ class TurboQuantCache(DynamicCache):
         if backend is not None:
             config = config.replace(backend=backend)
         model_config = model if isinstance(model, PreTrainedConfig) else model.config
-        cache = cls(model_config, config, offloading=offloading, windowed=bool(header.get("windowed", True)))
+        windowed = bool(header.get("windowed", True))
+        cache = cls(model_config, config, offloading=offloading, windowed=windowed, max_cache_len=max_cache_len)
         places = device if isinstance(device, Mapping) else torch.device(device)
         restore_layers(cache.layers, header, tensors, places)
         return cache
@@ -257,15 +301,16 @@ class TurboQuantCache(DynamicCache):
         entries = []
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboQuantLayer):
-                if layer.store is not None:
-                    entries.append(_layer_memory(index, layer, seen))
+                store = layer.store
+                if store is not None:
+                    states = (store.tail_keys, store.tail_values)
+                    held = layer_memory(index, layer.visible_tokens, store.tensors(), states, seen, compressed=True)
+                    entries.append(held)
             else:
                 tensors = [getattr(layer, name, None) for name in ("keys", "values")]
                 dense = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
                 if dense:
-                    size = sum(tensor.numel() * tensor.element_size() for tensor in dense)
-                    held = storage_bytes(dense, seen)
-                    entries.append(LayerMemory(index, dense[0].shape[-2], held, size, compressed=False))
+                    entries.append(layer_memory(index, dense[0].shape[-2], dense, dense, seen, compressed=False))
         return MemoryReport(tuple(entries), storage_bytes(self._table_tensors(), seen))
 
     def path_report(self) -> PathReport:
@@ -293,19 +338,6 @@ class TurboQuantCache(DynamicCache):
     def _table_tensors(self) -> Iterator[torch.Tensor | None]:
         for tables in self._tables():
             yield from (*tables.centroids, *tables.boundaries, tables.rotation, tables.projection, tables.channel_order)
-
-
-def _layer_memory(index: int, layer: TurboQuantLayer, seen: set[int]) -> LayerMemory:
-    """Count a layer of ours against what transformers' own would hold in its place: the window, for a sliding one."""
-    store = layer.store
-    assert store is not None
-    held = storage_bytes(store.tensors(), seen)
-    per_token = sum(
-        tensor.shape[0] * tensor.shape[1] * tensor.shape[3] * tensor.element_size()
-        for tensor in (store.tail_keys, store.tail_values)
-    )
-    tokens = layer.visible_tokens
-    return LayerMemory(index, tokens, held, per_token * tokens, compressed=True)
 
 
 def _states_batch(layer: Any) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 from transformers import PreTrainedConfig, cache_utils
 
 from hf_turboquant.config import TurboQuantConfig
+from hf_turboquant.errors import ConfigError
 from hf_turboquant.layers import TurboQuantLayer
 from hf_turboquant.quantizers.guard import is_guarded
+from hf_turboquant.static_layers import TurboQuantStaticLayer
 from hf_turboquant.window_layers import TurboQuantSlidingLayer
 from hf_turboquant.window_store import window_pays
 
@@ -67,3 +70,44 @@ def compressed_layer(stock: Any, config: TurboQuantConfig, layer_idx: int, *, wi
 
         return hybrid_layers.compressed_hybrid(stock, config, layer_idx)
     return stock
+
+
+def static_layers(
+    stock: Sequence[Any],
+    config: TurboQuantConfig,
+    model_config: PreTrainedConfig,
+    *,
+    windowed: bool,
+    max_cache_len: object,
+) -> list[Any]:
+    """Return the layers of a cache of fixed size: ours, and transformers' static ones for sliding windows.
+
+    Args:
+        stock: Layers that transformers made for a cache that grows.
+        config: Settings of the cache.
+        model_config: Configuration of the text model.
+        windowed: False makes a full-attention layer of a sliding one.
+        max_cache_len: Tokens to make room for.
+
+    Raises:
+        ConfigError: There can be no room for so many tokens, or a layer is of a kind that has no fixed size here.
+    """
+    if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
+        raise ConfigError(f"max_cache_len must be a positive int (tokens) or None, got {max_cache_len!r}")
+    layers: list[Any] = []
+    for index, layer in enumerate(stock):
+        kind = type(layer)
+        if kind is cache_utils.DynamicSlidingWindowLayer and windowed:
+            layers.append(
+                cache_utils.StaticSlidingWindowLayer(max_cache_len=max_cache_len, sliding_window=layer.sliding_window)
+            )
+        elif kind in (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer):
+            layers.append(TurboQuantStaticLayer(config, index, max_cache_len, model_config))
+        elif kind.__name__ == "DummyLayer":
+            layers.append(layer)
+        else:
+            raise ConfigError(
+                f"max_cache_len is for models whose layers have full or sliding attention, got a {kind.__name__} for "
+                f"layer {index}; leave it out"
+            )
+    return layers

@@ -19,6 +19,8 @@ from hf_turboquant.layout import BLOCK_TOKENS, ChannelGroup, VectorFormat
 from hf_turboquant.ops import VectorCodec
 from hf_turboquant.quantizers import CodecPlan, LayerCodecs
 from hf_turboquant.quantizers.mse import grouped_codec
+from hf_turboquant.static_layers import TurboQuantStaticLayer
+from hf_turboquant.static_store import StaticStore
 from hf_turboquant.store import KVStore
 from hf_turboquant.window_store import WindowStore
 
@@ -47,7 +49,8 @@ def layer_state(layer: Any, layer_idx: int) -> tuple[Facts, Tensors]:
     Raises:
         CacheStateError: The layer is of a kind whose state is not known.
     """
-    facts: Facts = {"kind": type(layer).__name__}
+    # what is saved of a store of fixed size is one that grows: its room is not worth saving
+    facts: Facts = {"kind": TurboQuantLayer.__name__ if _is_static(layer) else type(layer).__name__}
     tensors: Tensors = {}
     if isinstance(layer, TurboQuantLayer):
         if layer.store is not None:
@@ -82,6 +85,11 @@ def restore_layer(layer: Any, facts: Facts, tensors: Tensors, device: torch.devi
     Raises:
         CacheFileError: Facts and tensors do not belong together, or to this layer.
     """
+    if _is_static(layer) and facts["kind"] == TurboQuantLayer.__name__:
+        growing = TurboQuantLayer(layer.config, layer.layer_idx)
+        restore_layer(growing, facts, tensors, device)
+        layer.adopt(growing)
+        return
     if facts["kind"] != type(layer).__name__:
         raise CacheFileError(
             f"a layer must be a {type(layer).__name__} for this model and configuration, got {facts['kind']}"
@@ -106,6 +114,10 @@ def format_facts(fmt: VectorFormat) -> Facts:
     }
 
 
+def _is_static(layer: Any) -> bool:
+    return isinstance(layer, TurboQuantStaticLayer)
+
+
 def _known_stock() -> tuple[type, ...]:
     names = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
     hybrids = [getattr(cache_utils, name) for name in names if hasattr(cache_utils, name)]
@@ -126,7 +138,9 @@ def _store_facts(store: KVStore) -> Facts:
         "sinks": store.sink_keys.shape[2],
         "num_blocks": store.num_blocks,
         "block_tokens": store.block_tokens,
-        "capacities": [arena.shape[0] for arena in store.arenas],
+        "capacities": [
+            store.num_blocks if isinstance(store, StaticStore) else arena.shape[0] for arena in store.arenas
+        ],
         "guard": store.guard,
         "formats": [format_facts(store.keys.format), format_facts(store.values.format)],
     }

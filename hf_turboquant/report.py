@@ -120,6 +120,29 @@ class PathReport:
         return "\n".join(lines)
 
 
+def layer_memory(
+    layer_idx: int,
+    tokens: int,
+    held: Iterable[torch.Tensor | None],
+    states: Iterable[torch.Tensor],
+    seen: set[int],
+    *,
+    compressed: bool,
+) -> LayerMemory:
+    """Count a layer against what transformers' own would hold in its place: the window, for a sliding one.
+
+    Args:
+        layer_idx: Index of the layer.
+        tokens: Tokens held per sequence.
+        held: Every tensor the layer keeps alive.
+        states: Keys and values ``(batch, num_kv_heads, any, head_dim)`` in the dtype of the model, for their geometry.
+        seen: Storages counted before, which are not counted again; those of this layer are added.
+        compressed: Whether the layer is one of ours.
+    """
+    per_token = sum(t.shape[0] * t.shape[1] * t.shape[3] * t.element_size() for t in states)
+    return LayerMemory(layer_idx, tokens, storage_bytes(held, seen), per_token * tokens, compressed)
+
+
 def storage_bytes(tensors: Iterable[torch.Tensor | None], seen: set[int] | None = None) -> int:
     """Return the bytes of the distinct storages behind tensors, whole storages counted.
 

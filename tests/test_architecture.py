@@ -33,6 +33,7 @@ SCRIPTS = sorted([*(ROOT / "evals").rglob("*.py"), *(ROOT / "examples").rglob("*
 INTERNAL: dict[str, str] = {
     "evals/compile_cases.py": "calls the kernels one by one, to be compiled",
     "evals/compile_matrix.py": "compiles the kernels one by one for each GPU",
+    "evals/compile_static.py": "calls the kernels of the fixed store, to be compiled",
     "evals/speed_contenders.py": "times the attend operation without a model around it",
     "evals/speed_ladder.py": "takes a stored layer apart to rebuild what others keep",
     "evals/thor.py": "counts the instructions of one kernel",

@@ -100,12 +100,22 @@ def _choose(requested: Backend, device_type: str, formats: tuple[VectorFormat, .
     return BackendChoice(Backend.REFERENCE, obstacle)
 
 
+MAX_HEAD_DIM = 256
+"""Channels of the widest vectors the kernels hold in registers."""
+
+
 def format_obstacle(fmt: VectorFormat) -> str:
     """Say why the kernels do not read a format; empty when they do."""
-    if fmt.kind not in ("mse", "prod", "exact"):
+    if fmt.kind == "polar":
         return f"there is no kernel for {fmt.kind!r} codes"
-    if any(group.bits == EXACT_BITS for group in fmt.groups):
-        return "there is no kernel for keys with exact channels beside their codes"
+    if fmt.head_dim > MAX_HEAD_DIM:
+        return f"the kernels hold at most {MAX_HEAD_DIM} channels, got head_dim {fmt.head_dim}"
+    coded = [group.size for group in fmt.groups if group.bits != EXACT_BITS]
+    if len(coded) > 2 or len(fmt.groups) - len(coded) > 1:
+        return f"the kernels read one or two channel groups with codes and one that is exact, got {fmt.groups}"
+    sizes = [*coded, *([fmt.head_dim] if fmt.kind in ("prod", "qjl") else [])]
+    if any(size % 8 for size in sizes):
+        return f"the kernels read channel groups of multiples of 8 channels, got {sizes}"
     return ""
 
 

@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_turboquant.ops import AttendOptions, KVView, reference
+from hf_turboquant.ops import AttendOptions, KVView
 from hf_turboquant.ops.triton import attend_launch
-from tests.ops.cases import DEVICE, make_codec, make_view
+from tests.ops.cases import DEVICE, assert_equals_reference, draw, draw_uniform, make_codec, make_view
 
 pytest.importorskip("triton")
 from hf_turboquant.ops import triton as kernels
@@ -20,13 +20,13 @@ OPTIONS = AttendOptions(0.2, is_causal=True)
 
 
 def _query(view: KVView, q_len: int = 1, num_q_heads: int = 2) -> torch.Tensor:
-    return torch.randn(view.batch, num_q_heads, q_len, 32, device=DEVICE)
+    return draw(view.batch, num_q_heads, q_len, 32)
 
 
 def _compare(view: KVView, q_len: int = 1, options: AttendOptions = OPTIONS, **extra) -> None:
     query = _query(view, q_len)
     got = kernels.attend_portable(query, view, options, **extra)
-    torch.testing.assert_close(got, reference.attend(query, view, options), rtol=2e-5, atol=2e-6)
+    assert_equals_reference(got, query, view, options)
 
 
 LENGTHS = {
@@ -69,7 +69,7 @@ def test_unused_capacity_is_not_read() -> None:
 def test_cropped_blocks(counts: tuple[int, ...]) -> None:
     view = make_view(KEYS, VALUES, arenas=(2,), block_tokens=counts)
     _compare(view, q_len=3)
-    mask = torch.rand(1, 2, 1, view.seq_len, device=DEVICE) < 0.5
+    mask = draw_uniform(1, 2, 1, view.seq_len) < 0.5
     _compare(view, options=AttendOptions(0.2, mask=mask))
     _compare(view, options=AttendOptions(0.2, sliding_window=20))
 
@@ -108,7 +108,7 @@ def test_results_merge() -> None:
     joined = kernels.merge_results(
         kernels.attend_with_lse(query, old, AttendOptions(0.2)), kernels.attend_with_lse(query, fresh, OPTIONS)
     )
-    torch.testing.assert_close(joined.out, reference.attend(query, view, OPTIONS), rtol=2e-5, atol=2e-6)
+    assert_equals_reference(joined.out, query, view, OPTIONS)
     whole = kernels.attend_with_lse(query, view, OPTIONS)
     torch.testing.assert_close(joined.lse, whole.lse, rtol=1e-5, atol=1e-5)
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_turboquant.ops import AttendOptions, KVView, reference
-from tests.ops.cases import DEVICE, assert_twice_eager, make_codec, make_view
+from hf_turboquant.ops import AttendOptions, KVView
+from tests.ops.cases import (
+    DEVICE,
+    assert_equals_reference,
+    assert_twice_eager,
+    draw,
+    draw_uniform,
+    make_codec,
+    make_view,
+)
 
 pytest.importorskip("triton")
 from hf_turboquant.ops import triton as kernels
@@ -15,19 +23,19 @@ KEYS, VALUES = make_codec(2, 32, centered=True), make_codec(2, 32, transposed=Tr
 
 
 def _compare(view: KVView, options: AttendOptions, *, num_q_heads: int = 4, q_len: int = 1) -> torch.Tensor:
-    query = torch.randn(view.batch, num_q_heads, q_len, view.keys.format.head_dim, device=DEVICE)
+    query = draw(view.batch, num_q_heads, q_len, view.keys.format.head_dim)
     got = kernels.attend_portable(query, view, options)
-    torch.testing.assert_close(got, reference.attend(query, view, options), rtol=2e-5, atol=2e-6)
+    assert_equals_reference(got, query, view, options)
     return got
 
 
 def _mask(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
-    seen = torch.rand(shape, device=DEVICE) < 0.7
+    seen = draw_uniform(*shape) < 0.7
     if kind == "bool":
         return seen
     if kind == "lowest":
         return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
-    return torch.where(seen, torch.randn(shape, device=DEVICE), -torch.inf)
+    return torch.where(seen, draw(*shape), -torch.inf)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "lowest"])
@@ -114,7 +122,7 @@ def test_sink_logits() -> None:
 @pytest.mark.parametrize("scaling", [1.0, 0.01, 30.0])
 def test_scaling(scaling: float) -> None:
     view, options = make_view(KEYS, VALUES), AttendOptions(scaling)
-    query = torch.randn(1, 4, 1, 32, device=DEVICE)
+    query = draw(1, 4, 1, 32)
     assert_twice_eager(kernels.attend_portable(query, view, options), query, view, options)
 
 
@@ -126,12 +134,11 @@ def test_group_size(group_size: int) -> None:
 
 def test_query_strides() -> None:
     view = make_view(KEYS, VALUES, batch=2, heads=2)
-    query = torch.randn(2, 3, 4, 32, device=DEVICE).transpose(1, 2)
-    reversed_channels = torch.randn(2, 4, 32, 3, device=DEVICE).transpose(2, 3)
+    query = draw(2, 3, 4, 32).transpose(1, 2)
+    reversed_channels = draw(2, 4, 32, 3).transpose(2, 3)
     options = AttendOptions(0.2, is_causal=True)
     for strided in (query, reversed_channels):
-        got = kernels.attend_portable(strided, view, options)
-        torch.testing.assert_close(got, reference.attend(strided, view, options), rtol=2e-5, atol=2e-6)
+        assert_equals_reference(kernels.attend_portable(strided, view, options), strided, view, options)
 
 
 def test_inputs_are_not_written() -> None:

@@ -12,14 +12,24 @@ from hf_turboquant.ops.triton.attend_launch import (
     needs_block_table,
 )
 from hf_turboquant.ops.triton.dequantize_kernel import dequantize
-from hf_turboquant.ops.triton.dispatch import attend, attend_with_lse, fast_obstacle
+from hf_turboquant.ops.triton.dispatch import (
+    append_and_prepare,
+    attend,
+    attend_and_prepare,
+    attend_with_lse,
+    fast_obstacle,
+)
 from hf_turboquant.ops.triton.quantize_kernel import quantize
+from hf_turboquant.ops.triton.static_append import static_append
+from hf_turboquant.ops.triton.static_attend import static_attend
 
 __all__ = [
     "AttendResult",
     "BlockTable",
     "append",
+    "append_and_prepare",
     "attend",
+    "attend_and_prepare",
     "attend_portable",
     "attend_with_lse",
     "build_block_table",
@@ -28,4 +38,6 @@ __all__ = [
     "merge_results",
     "needs_block_table",
     "quantize",
+    "static_append",
+    "static_attend",
 ]

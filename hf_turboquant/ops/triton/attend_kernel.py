@@ -15,8 +15,10 @@ from hf_turboquant.ops.triton.attend_tiles import (
     add_values,
     attend_exact_tile,
     key_scores,
+    load_exact_query,
     load_query,
     load_query_parts,
+    score_exact_mean,
     score_mean,
 )
 from hf_turboquant.ops.triton.primitives import load_table, mask_scores, prepare_table, update_softmax
@@ -43,10 +45,10 @@ _CHANGING = [
 
 @triton.jit(do_not_specialize=_CHANGING, do_not_specialize_on_alignment=["mask_ptr"])
 def attend_kernel(
-    query_ptr, rot_query_ptr, sign_query_ptr,
+    query_ptr, rot_query_ptr, sign_query_ptr, exact_query_ptr,
     arena_ptr, block_address_ptr, block_start_ptr, block_count_ptr,
     key_centroids0_ptr, key_centroids1_ptr, value_centroids0_ptr, value_centroids1_ptr,
-    sink_keys_ptr, sink_values_ptr, tail_keys_ptr, tail_values_ptr, mask_ptr,
+    sink_keys_ptr, sink_values_ptr, tail_keys_ptr, tail_values_ptr, mask_ptr, lengths_ptr,
     partial_ptr, peak_ptr, total_ptr,
     query_stride_batch, query_stride_head, query_stride_row,
     sink_key_stride_batch, sink_key_stride_head, sink_key_stride_token,
@@ -60,19 +62,31 @@ def attend_kernel(
     qk_scale, window, softcap,
     K: tl.constexpr, V: tl.constexpr, KEY_BYTES: tl.constexpr, RECORD_BYTES: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, EXACT_TOKENS: tl.constexpr, NUM_STAGES: tl.constexpr,
-    KEY_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-    PERMUTE: tl.constexpr,
+    KEY_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr, EXACT_DTYPE: tl.constexpr, EXACT_GROUP_DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr, PERMUTE: tl.constexpr,
     MASK: tl.constexpr, CAUSAL_BLOCKS: tl.constexpr, CAUSAL_EXACT: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, TABLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, TABLE: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Write the partial result of one run of tokens. Grid: ``(splits, batch * heads, row tiles)``.
 
     The first ``packed_splits`` splits read packed blocks and leave values in their rotated basis; the others read
-    sinks and tail.
+    sinks and tail. With ``STATIC``, counts are those at ``lengths_ptr``, the splits divide them among themselves, and
+    one without work writes a result of no tokens.
     """
+    if STATIC:
+        num_sinks = tl.load(lengths_ptr)
+        num_blocks = tl.load(lengths_ptr + 1)
+        tail_start = tl.load(lengths_ptr + 2)
+        tail_len = tl.load(lengths_ptr + 3)
+        seq_len = tl.load(lengths_ptr + 4)
+        packed_tokens = num_blocks * 128
+        blocks_per_split = tl.cdiv(num_blocks, packed_splits)
+        exact_tiles = tl.cdiv(num_sinks, EXACT_TOKENS) + tl.cdiv(tail_len, EXACT_TOKENS)
+        tiles_per_split = tl.cdiv(exact_tiles, tl.num_programs(0) - packed_splits)
     K0: tl.constexpr = K.first
     K1: tl.constexpr = K.second
     K_SIGNS: tl.constexpr = K.sign_traits
+    K_EXACT: tl.constexpr = K.exact_group
     V0: tl.constexpr = V.first
     V1: tl.constexpr = V.second
     pid_split = tl.program_id(0)
@@ -95,6 +109,7 @@ def attend_kernel(
         rot_rows = pid_batch_head * num_rows + rows
         parts1 = ()
         sign_parts = ()
+        exact_parts = ()
         table0 = ()
         table1 = ()
         sign_table = ()
@@ -106,14 +121,19 @@ def attend_kernel(
             )
         else:
             parts0 = load_query_parts(rot_query_ptr, rot_rows * K.head_dim, mask_rows, K0, KEY_DTYPE)
-            table0 = load_table(key_centroids0_ptr, K0.bits, PERMUTE)
+            if K.num_groups > 0:
+                table0 = load_table(key_centroids0_ptr, K0.bits, PERMUTE)
             if K.num_groups == 2:
                 parts1 = load_query_parts(rot_query_ptr, rot_rows * K.head_dim, mask_rows, K1, KEY_DTYPE)
                 table1 = load_table(key_centroids1_ptr, K1.bits, PERMUTE)
-            if K.kind == "prod":
+            if K_EXACT.size > 0:
+                exact_parts = (
+                    load_exact_query(exact_query_ptr, rot_rows * K_EXACT.size, mask_rows, K_EXACT, EXACT_GROUP_DTYPE),
+                )
+            if K.signs >= 0:
                 sign_parts = load_query_parts(sign_query_ptr, rot_rows * K.head_dim, mask_rows, K_SIGNS, KEY_DTYPE)
                 sign_table = prepare_table((tl.full([], 1.0, tl.float32),), 1, PERMUTE)
-        if V.kind != "exact":
+        if V.kind == "mse":
             value_table0 = load_table(value_centroids0_ptr, V0.bits, PERMUTE)
             if V.num_groups == 2:
                 value_table1 = load_table(value_centroids1_ptr, V1.bits, PERMUTE)
@@ -139,11 +159,13 @@ def attend_kernel(
                 mean_scores = score_mean(record_ptr, parts0, K, K0)
                 if K.num_groups == 2:
                     mean_scores += score_mean(record_ptr, parts1, K, K1)
+                if K_EXACT.size > 0:
+                    mean_scores += score_exact_mean(record_ptr, exact_parts[0], K, K_EXACT)
             for step in tl.static_range(128 // TOKENS):
                 tokens = step * TOKENS + tl.arange(0, TOKENS)
                 scores = key_scores(
-                    record_ptr, tokens, parts0, parts1, sign_parts, table0, table1, sign_table, mean_scores,
-                    K, TOKENS, ROWS, KEY_DTYPE, PERMUTE, PRECISION,
+                    record_ptr, tokens, parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table,
+                    mean_scores, K, TOKENS, ROWS, KEY_DTYPE, EXACT_GROUP_DTYPE, PERMUTE, PRECISION,
                 )  # fmt: skip
                 scores = mask_scores(
                     scores, num_sinks + start + tokens, tokens < count, positions, mask_ptrs, mask_stride_key, window,
@@ -157,7 +179,7 @@ def attend_kernel(
         if V.kind == "exact":
             _store_channels(partial_ptr, partial_rows, mask_rows, acc0, 0, V.head_dim, ACC0, V)
         else:
-            if V.norm_dtype != "fp16":
+            if V.wide_norms:
                 acc0 *= scale
                 acc1 *= scale
             _store_channels(partial_ptr, partial_rows, mask_rows, acc0, V0.start, V0.size, ACC0, V)

@@ -13,14 +13,15 @@ from hf_turboquant.ops.triton.attend_kernel import attend_kernel
 from hf_turboquant.ops.triton.combine_kernel import combine_kernel, rotate_query_kernel
 from hf_turboquant.ops.triton.launch import (
     AttendLaunch,
+    ProductDtypes,
     attend_launch,
     can_permute,
     choose_splits,
     device_limits,
     device_of,
-    product_dtype,
+    product_dtypes,
 )
-from hf_turboquant.ops.triton.traits import VectorTraits, traits_of
+from hf_turboquant.ops.triton.traits import VectorTraits, coded_tables, traits_of
 from hf_turboquant.ops.view import AttendOptions, KVView, VectorTables
 
 _LOG2E = 1.4426950408889634
@@ -73,8 +74,11 @@ def build_block_table(
     for count in counts[:-1]:
         starts.append(starts[-1] + count)
     device = arenas[0].device
-    small = torch.tensor([starts[: len(counts)], counts], dtype=torch.int32).to(device)
-    return BlockTable(torch.tensor(addresses, dtype=torch.int64).to(device), small[0], small[1])
+    # both rows start on a multiple of 16 bytes, whatever the number of blocks: kernels are compiled for that
+    padding = [0] * (-num_blocks % 4)
+    small = torch.tensor([starts[:num_blocks] + padding, counts + padding], dtype=torch.int32).to(device)
+    table = torch.tensor(addresses, dtype=torch.int64).to(device)
+    return BlockTable(table, small[0, :num_blocks], small[1, :num_blocks])
 
 
 def needs_block_table(view: KVView) -> bool:
@@ -109,6 +113,7 @@ class _Plan:
 
     keys: VectorTraits
     values: VectorTraits
+    dtypes: ProductDtypes
     launch: AttendLaunch
     num_rows: int
     first_block: int
@@ -129,6 +134,7 @@ def attend_portable(
     *,
     block_table: BlockTable | None = None,
     lse: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend over the stored tokens of one layer with the kernel that runs everywhere and serves every option.
 
@@ -138,6 +144,7 @@ def attend_portable(
         options: Scaling, mask and their kin.
         block_table: Table of the view's blocks if the caller keeps one; built here where it is needed and not given.
         lse: ``(batch, num_q_heads, q_len)`` float32, filled with the logarithm of the sum of the exponentials.
+        lengths: Counts on the device that stand for those of the view, which are then the largest they can be.
 
     Returns:
         ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``. Rows that may attend to nothing are zero.
@@ -154,8 +161,8 @@ def attend_portable(
     scratch = torch.empty(rows * (head_dim + 2), dtype=torch.float32, device=query.device)
     partial, peak, total = scratch[: rows * head_dim], scratch[rows * head_dim : -rows], scratch[-rows:]
     with device_of(query):
-        rot_query, sign_query = _rotate_query(query, view, options, plan)
-        _launch_attend(query, rot_query, sign_query, view, options, block_table, plan, (partial, peak, total))
+        rotated = _rotate_query(query, view, options, plan)
+        _launch_attend(query, rotated, view, options, block_table, plan, (partial, peak, total), lengths)
         _launch_combine(out, lse, view, options, plan, (partial, peak, total))
     return out
 
@@ -165,7 +172,8 @@ def _plan(query: torch.Tensor, view: KVView, options: AttendOptions) -> _Plan:
     keys, values = traits_of(view.keys.format), traits_of(view.values.format)
     num_rows = num_q_heads // view.num_kv_heads * q_len
     capability, num_sms = device_limits(query.device)
-    launch = attend_launch(keys, values, num_rows, capability)
+    dtypes = product_dtypes(view, query)
+    launch = attend_launch(keys, values, num_rows, dtypes, capability)
     first_block = 0
     if options.sliding_window is not None and options.mask is None and view.block_tokens is None:
         first_seen = view.seq_len - q_len - options.sliding_window + 1
@@ -178,6 +186,7 @@ def _plan(query: torch.Tensor, view: KVView, options: AttendOptions) -> _Plan:
     return _Plan(
         keys,
         values,
+        dtypes,
         launch,
         num_rows,
         first_block,
@@ -193,17 +202,6 @@ def rows_in_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or not tensor.numel() else tensor.contiguous()
 
 
-def _key_dtype(view: KVView, query: torch.Tensor) -> tl.dtype:
-    if view.keys.format.kind == "exact":
-        return product_dtype(view.tail_keys.dtype)
-    return _code_dtype(query)
-
-
-def _code_dtype(query: torch.Tensor) -> tl.dtype:
-    # centroids and queries in float16 are eight times as fine as in bfloat16
-    return product_dtype(torch.float16 if query.dtype == torch.bfloat16 else query.dtype)
-
-
 _TORCH_DTYPES = {tl.float32: torch.float32, tl.float16: torch.float16, tl.bfloat16: torch.bfloat16}
 
 
@@ -214,29 +212,36 @@ def _score_scaling(options: AttendOptions) -> float:
 
 def _rotate_query(
     query: torch.Tensor, view: KVView, options: AttendOptions, plan: _Plan
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rotated and the projected queries, ``(batch, heads, rows, head_dim)``; the query where unused."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the queries rotated, projected, and over exact channels, ``(batch, heads, rows, channels)``.
+
+    The query itself stands for what is unused.
+    """
     if not plan.packed_splits:
-        return query, query
+        return query, query, query
     batch, num_q_heads, q_len, head_dim = query.shape
     tables = view.keys.tables
     rot_query = torch.empty(
-        batch, num_q_heads, q_len, head_dim, dtype=_TORCH_DTYPES[_key_dtype(view, query)], device=query.device
+        batch, num_q_heads, q_len, head_dim, dtype=_TORCH_DTYPES[plan.dtypes.keys], device=query.device
     )
-    prod = plan.keys.kind == "prod"
-    sign_query = torch.empty_like(rot_query) if prod else rot_query
-    columns = plan.keys.head_dim_pad if prod else min(32, plan.keys.head_dim_pad)
+    signs, kept = plan.keys.signs >= 0, plan.keys.exact_group.size
+    sign_query = torch.empty_like(rot_query) if signs else rot_query
+    exact_query = (
+        torch.empty(batch, num_q_heads, q_len, kept, dtype=torch.float32, device=query.device) if kept else rot_query
+    )
+    columns = plan.keys.head_dim_pad if signs else min(32, plan.keys.head_dim_pad)
     scaling = _score_scaling(options)
     tile_rows = 16
     grid = (-(-plan.num_rows // tile_rows), batch * view.num_kv_heads, -(-head_dim // columns))
     rotate_query_kernel[grid](
-        query, *matrices_or(tables, query, "channel_order", "rotation", "projection"), rot_query, sign_query,
+        query, *matrices_or(tables, query, "channel_order", "rotation", "projection"),
+        rot_query, sign_query, exact_query,
         *query.stride()[:3], view.num_kv_heads, num_q_heads // view.num_kv_heads, q_len,
         scaling, scaling * tables.projection_scale,
         K=plan.keys, ROWS=tile_rows, COLUMNS=columns, BLOCK_K=16, ROTATED=tables.rotation is not None,
         HAS_ORDER=tables.channel_order is not None, PRECISION="ieee", num_warps=4,
     )  # fmt: skip
-    return rot_query, sign_query
+    return rot_query, sign_query, exact_query
 
 
 def matrices_or(tables: VectorTables, absent: torch.Tensor, *names: str) -> list[torch.Tensor]:
@@ -247,18 +252,19 @@ def matrices_or(tables: VectorTables, absent: torch.Tensor, *names: str) -> list
 
 def _launch_attend(
     query: torch.Tensor,
-    rot_query: torch.Tensor,
-    sign_query: torch.Tensor,
+    rotated: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     view: KVView,
     options: AttendOptions,
     block_table: BlockTable | None,
     plan: _Plan,
     partials: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: torch.Tensor | None,
 ) -> None:
     batch, num_q_heads, q_len, _ = query.shape
     heads, launch = view.num_kv_heads, plan.launch
     block_table = block_table_of(view, block_table)
-    arena = view.arenas[0] if view.arenas else query
+    # without blocks nothing is read, but what would read is compiled for bytes all the same
+    arena = view.arenas[0] if view.arenas else query.view(torch.uint8)
     table = (arena, arena, arena) if block_table is None else _table_tensors(block_table)
     sinks = [rows_in_order(tensor) for tensor in (view.sink_keys, view.sink_values)]
     tails = [rows_in_order(tensor) for tensor in (view.tail_keys, view.tail_values)]
@@ -270,9 +276,9 @@ def _launch_attend(
     if not plan.num_splits:
         return
     attend_kernel[grid](
-        query, rot_query, sign_query, arena, *table,
+        query, *rotated, arena, *table,
         *_centroids(view.keys.tables, query), *_centroids(view.values.tables, query),
-        *sinks, *tails, mask, *partials, *query.stride()[:3],
+        *sinks, *tails, mask, arena if lengths is None else lengths, *partials, *query.stride()[:3],
         *(stride for tensor in (*sinks, *tails) for stride in tensor.stride()[:3]), *mask_strides,
         heads, num_q_heads // heads, q_len, view.seq_len,
         plan.first_block, view.num_blocks, plan.blocks_per_split, plan.packed_splits,
@@ -281,23 +287,16 @@ def _launch_attend(
         _score_scaling(options), options.sliding_window or 0, options.softcap or 1.0,
         K=plan.keys, V=plan.values, KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes,
         ROWS=launch.rows, TOKENS=_packed_step(plan), EXACT_TOKENS=launch.exact_tokens, NUM_STAGES=launch.num_stages,
-        KEY_DTYPE=_key_dtype(view, query), VALUE_DTYPE=_value_dtype(view, query),
-        EXACT_DTYPE=product_dtype(view.tail_keys.dtype), PRECISION="ieee",
-        PERMUTE=can_permute(_code_dtype(query)),
+        KEY_DTYPE=plan.dtypes.keys, VALUE_DTYPE=plan.dtypes.values, EXACT_DTYPE=plan.dtypes.exact,
+        EXACT_GROUP_DTYPE=plan.dtypes.exact_group, PRECISION="ieee", PERMUTE=can_permute(plan.dtypes.codes),
         MASK=mask_kind, CAUSAL_BLOCKS=causal and packed_end > view.seq_len - q_len + 1, CAUSAL_EXACT=causal,
-        WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=block_table is not None,
+        WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=block_table is not None, STATIC=lengths is not None,
         num_warps=launch.num_warps,
     )  # fmt: skip
 
 
 def _table_tensors(table: BlockTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return table.addresses, table.starts, table.counts
-
-
-def _value_dtype(view: KVView, query: torch.Tensor) -> tl.dtype:
-    if view.values.format.kind == "exact":
-        return product_dtype(view.tail_values.dtype)
-    return _code_dtype(query)
 
 
 def _packed_step(plan: _Plan) -> int:
@@ -316,7 +315,7 @@ def _mask_arguments(options: AttendOptions, absent: torch.Tensor) -> tuple[str, 
 
 
 def _centroids(tables: VectorTables, absent: torch.Tensor) -> list[torch.Tensor]:
-    return [tables.centroids[index] if index < len(tables.centroids) else absent for index in range(2)]
+    return [*coded_tables(tables.centroids), absent, absent][:2]
 
 
 def _launch_combine(

@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_turboquant.ops.triton.primitives import align_signs, load_as_float, lookup, mask_scores, update_softmax
+from hf_turboquant.ops.triton.primitives import (
+    add_product,
+    align_signs,
+    fold,
+    load_as_float,
+    lookup,
+    mask_scores,
+    update_softmax,
+)
 
 # queries
 
@@ -31,6 +39,30 @@ def load_query_parts(base_ptr, row_offsets, mask_rows, G: tl.constexpr, DTYPE: t
         )
         parts = parts + (operand,)
     return parts
+
+
+@triton.jit
+def load_exact_query(base_ptr, row_offsets, mask_rows, E: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the query over channels kept as they are, ``[2 * half, rows]``: rounded, then what rounding left.
+
+    These channels are the strongest there are. The smallest product sums over twice as many as they usually are, so
+    that a query in two parts, against keys twice, costs nothing.
+    """
+    columns = tl.arange(0, 2 * E.half)
+    channels = columns % E.half
+    mask = (channels < E.size)[:, None] & mask_rows[None, :]
+    query = tl.load(base_ptr + row_offsets[None, :] + channels[:, None], mask=mask, other=0.0)
+    rounded = query.to(DTYPE)
+    rest = (query - rounded.to(tl.float32)).to(DTYPE)
+    return tl.where((columns < E.half)[:, None], rounded, rest)
+
+
+@triton.jit
+def score_exact_mean(part_ptr, exact_query, F: tl.constexpr, E: tl.constexpr):
+    """Return the products of the queries with the mean of the block over channels kept as they are, ``[rows]``."""
+    channels = tl.arange(0, 2 * E.half) % E.half
+    mean = load_as_float(part_ptr + F.mean, E.start + channels, channels < E.size, "bf16")
+    return tl.sum(exact_query.to(tl.float32) * mean[:, None], 0)
 
 
 @triton.jit
@@ -72,19 +104,32 @@ def _group_scores(
     scores = tl.zeros([TOKENS, ROWS], tl.float32)
     for part in tl.static_range(PARTS):
         levels = lookup(packed, signs, table, G.bits, part * G.width, 2 * part, DTYPE, PERMUTE)
-        scores = tl.dot(levels, parts[part], scores, input_precision=PRECISION)
+        scores = add_product(scores, levels, parts[part], PRECISION)
     if G.bits == 8:
         scores *= table[0]
     return scores
 
 
 @triton.jit
+def _exact_group_scores(
+    part_ptr, tokens, exact_query, F: tl.constexpr, E: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Return the products of keys of a block with the queries over channels kept as they are."""
+    EXACT: tl.constexpr = F.exact_dtype
+    channels = tl.arange(0, 2 * E.half) % E.half
+    mask = (channels < E.size)[None, :] & (tokens >= 0)[:, None]
+    keys = load_as_float(part_ptr + E.offset, tokens[:, None] * E.size + channels[None, :], mask, EXACT)
+    return tl.dot(keys.to(DTYPE), exact_query, input_precision=PRECISION)
+
+
+@triton.jit
 def key_scores(
-    part_ptr, tokens, parts0, parts1, sign_parts, table0, table1, sign_table, mean_scores,
+    part_ptr, tokens, parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table, mean_scores,
     F: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr, EXACT_GROUP_DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the scores ``[TOKENS, ROWS]`` of keys of a block."""
+    E: tl.constexpr = F.exact_group
     NORM: tl.constexpr = F.norm_dtype
     EXACT: tl.constexpr = F.exact_dtype
     G0: tl.constexpr = F.first
@@ -96,6 +141,10 @@ def key_scores(
         offsets = tokens[:, None] * F.head_dim + channels[None, :]
         keys = load_as_float(part_ptr + F.exact, offsets, there[:, None] & (channels < F.head_dim)[None, :], EXACT)
         scores = tl.dot(keys.to(DTYPE), parts0[0], input_precision=PRECISION)
+    elif F.kind == "qjl":
+        norms = load_as_float(part_ptr + F.norms, tokens, there, NORM)
+        scores = _group_scores(part_ptr, tokens, sign_parts, sign_table, SIGNS, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
+        scores *= norms[:, None]
     else:
         norms = load_as_float(part_ptr + F.norms, tokens, there, NORM)
         scores = _group_scores(part_ptr, tokens, parts0, table0, G0, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
@@ -110,8 +159,10 @@ def key_scores(
                 part_ptr, tokens, sign_parts, sign_table, SIGNS, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION
             )
             scores += signs * norms[:, None]
-        if F.centered:
-            scores += mean_scores[None, :]
+        if E.size > 0:
+            scores += _exact_group_scores(part_ptr, tokens, exact_parts[0], F, E, EXACT_GROUP_DTYPE, PRECISION)
+    if F.centered:
+        scores += mean_scores[None, :]
     return scores
 
 
@@ -140,7 +191,28 @@ def _add_group_values(
         signs = tl.load(part_ptr + G.sign_codes + offsets, mask=mask, other=0)
         signs = align_signs(signs, (tokens // 16)[None, :], PERMUTE)
     levels = lookup(packed, signs, table, G.bits, FIRST // G.row_bytes * G.width, FIRST // 16, DTYPE, PERMUTE)
-    return tl.dot(levels, weights, acc, input_precision=PRECISION)
+    return add_product(acc, levels, weights, PRECISION)
+
+
+@triton.jit
+def _add_range_values(
+    part_ptr, weights, acc,
+    F: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add weighted values that are coded between the least and the largest of 32 channels."""
+    NORM: tl.constexpr = F.norm_dtype
+    FIRST: tl.constexpr = STEP * TOKENS
+    tokens = tl.arange(0, TOKENS)
+    channels = tl.arange(0, G.size_pad)
+    mask = (channels < G.size)[:, None] & (tokens >= 0)[None, :]
+    offsets = channels[:, None] * G.row_bytes + FIRST % G.row_bytes + tokens[None, :]
+    packed = tl.load(part_ptr + G.codes + offsets, mask=mask, other=0).to(tl.int32)
+    codes = fold((packed >> (FIRST // G.row_bytes * G.width)) & ((1 << G.bits) - 1), G.bits)
+    offsets = (channels // 32)[:, None] * 128 + FIRST + tokens[None, :]
+    values = codes.to(tl.float32) * load_as_float(part_ptr + F.scales, offsets, mask, NORM)
+    values += load_as_float(part_ptr + F.zeros, offsets, mask, NORM)
+    return add_product(acc, values.to(DTYPE), weights.to(DTYPE), PRECISION)
 
 
 @triton.jit
@@ -161,7 +233,7 @@ def _add_exact_values(
     channels = tl.arange(0, F.head_dim_pad)
     mask = (channels < F.head_dim)[:, None] & (tokens >= 0)[None, :]
     values = load_as_float(part_ptr + F.exact, tokens[None, :] * F.head_dim + channels[:, None], mask, EXACT)
-    return tl.dot(values.to(DTYPE), weights.to(DTYPE), acc, input_precision=PRECISION)
+    return add_product(acc, values.to(DTYPE), weights.to(DTYPE), PRECISION)
 
 
 @triton.jit
@@ -189,7 +261,7 @@ def add_values(
     G0: tl.constexpr = F.first
     G1: tl.constexpr = F.second
     inverse = 1.0
-    if F.kind != "exact" and F.norm_dtype != "fp16":
+    if F.wide_norms:
         tokens = STEP * TOKENS + tl.arange(0, TOKENS)
         higher = tl.maximum(scale, _highest_norm(part_ptr, tokens, F))
         decay *= scale / higher
@@ -198,6 +270,8 @@ def add_values(
     acc0 *= decay[None, :]
     if F.kind == "exact":
         acc0 = _add_exact_values(part_ptr, weights, acc0, F, STEP, TOKENS, DTYPE, PRECISION)
+    elif F.kind == "group":
+        acc0 = _add_range_values(part_ptr, weights, acc0, F, G0, STEP, TOKENS, DTYPE, PRECISION)
     else:
         if F.centered:
             totals = tl.sum(weights, 0) * inverse
@@ -240,5 +314,5 @@ def attend_exact_tile(
     offsets = slots.to(tl.int64)[None, :] * value_stride_token + value_channels[:, None]
     mask = (value_channels < V.head_dim)[:, None] & kept[None, :]
     values = tl.load(values_ptr + offsets, mask=mask, other=0.0).to(DTYPE)
-    acc = tl.dot(values, weights.to(DTYPE), acc * decay[None, :], input_precision=PRECISION)
+    acc = add_product(acc * decay[None, :], values, weights.to(DTYPE), PRECISION)
     return peak, total, acc

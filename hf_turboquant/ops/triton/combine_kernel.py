@@ -9,19 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_turboquant.ops.triton.primitives import LOG2E, take_columns
+from hf_turboquant.ops.triton.primitives import LOG2E, add_product, take_columns
 
 
 @triton.jit
 def rotate_query_kernel(
-    query_ptr, order_ptr, rotation_ptr, projection_ptr, rot_query_ptr, sign_query_ptr,
+    query_ptr, order_ptr, rotation_ptr, projection_ptr, rot_query_ptr, sign_query_ptr, exact_query_ptr,
     stride_batch, stride_head, stride_row, num_heads, group_size, q_len, scaling, sign_scaling,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATED: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scale and rotate the queries, and project them for ``prod``.
+    """Scale and rotate the queries, and project them for ``prod`` and ``qjl``.
 
-    Writes ``(batch, heads, group_size * q_len, head_dim)``. Grid: ``(row tiles, batch * heads, column tiles)``.
+    Writes ``(batch, heads, group_size * q_len, head_dim)``, and the channels of keys that are kept as they are once
+    more, in float32. Grid: ``(row tiles, batch * heads, column tiles)``.
     """
     pid_batch_head = tl.program_id(1).to(tl.int64)
     batch, head = pid_batch_head // num_heads, pid_batch_head % num_heads
@@ -48,11 +49,17 @@ def rotate_query_kernel(
             matrix = tl.load(
                 rotation_ptr + offsets, mask=mask_sums[:, None] & (columns < K.head_dim)[None, :], other=0.0
             )
-            rotated = tl.dot(query.to(tl.float32), matrix, rotated, input_precision=PRECISION)
+            rotated = add_product(rotated, query.to(tl.float32), matrix, PRECISION)
     else:
         rotated = tl.load(row_ptrs[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(rot_query_ptr + out_offsets, rotated * scaling, mask=mask)
-    if K.kind == "prod":
+    E: tl.constexpr = K.exact_group
+    if E.size > 0:
+        channels = columns - E.start
+        exact_offsets = (pid_batch_head * num_rows + rows)[:, None] * E.size + channels[None, :]
+        mask_exact = mask & ((channels >= 0) & (channels < E.size))[None, :]
+        tl.store(exact_query_ptr + exact_offsets, rotated * scaling, mask=mask_exact)
+    if K.signs >= 0:
         # COLUMNS covers all channels here
         projected = tl.zeros([ROWS, COLUMNS], tl.float32)
         for index in range(COLUMNS // BLOCK_K):
@@ -61,7 +68,7 @@ def rotate_query_kernel(
             inside = (sums < K.head_dim)[:, None] & (columns < K.head_dim)[None, :]
             matrix = tl.load(projection_ptr + offsets, mask=inside, other=0.0)
             part = take_columns(rotated, index, ROWS, COLUMNS, BLOCK_K)
-            projected = tl.dot(part, matrix, projected, input_precision=PRECISION)
+            projected = add_product(projected, part, matrix, PRECISION)
         tl.store(sign_query_ptr + out_offsets, projected * sign_scaling, mask=mask)
 
 

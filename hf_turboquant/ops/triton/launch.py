@@ -141,8 +141,8 @@ def attend_launch(
     if capability and tl.float32 in (dtypes.keys, dtypes.values, dtypes.exact):
         # float32 operands go through shared memory, of which some GPUs have 99 KiB: neither pipelined nor many
         return AttendLaunch(min(rows, 16), 32, 16, 4 if wide else 2, 1, 8)
-    # nor may more than 99 KiB of dense vectors be on their way
-    stages = 1 if wide and "exact" in (keys.kind, values.kind) else 2
+    # nor may more than 99 KiB of dense vectors, or of scales and zeros, be on their way
+    stages = 1 if values.kind == "group" or (wide and "exact" in (keys.kind, values.kind)) else 2
     if rows <= 16:
         return AttendLaunch(rows, 32, 32, 2 if wide else 1, stages, 12)
     if rows == 32:

@@ -215,6 +215,20 @@ def fold(codes, BITS: tl.constexpr):
 
 
 @triton.jit
+def add_product(acc, left, right, PRECISION: tl.constexpr):
+    """Return ``acc + left @ right``; float32 operands are summed by themselves before they are added.
+
+    A product that starts from ``acc`` is one chain of roundings over all that went into it, and the compiler makes one
+    of every sum. Of a difference it does not.
+    """
+    if left.dtype == tl.float32:
+        total = acc - tl.dot(-left, right, input_precision=PRECISION)
+    else:
+        total = tl.dot(left, right, acc, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def take_columns(tile, index, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
     """Return columns ``[index * WIDTH, (index + 1) * WIDTH)`` of a register tile ``[ROWS, COLUMNS]``."""
     parts = tl.reshape(tile, (ROWS, COLUMNS // WIDTH, WIDTH))

@@ -13,8 +13,19 @@ import triton.language as tl
 from hf_turboquant.errors import ValueRangeError
 from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
 from hf_turboquant.ops.triton.launch import device_of, matmul_precision, quantize_launch
-from hf_turboquant.ops.triton.primitives import fold, round_to, store_rounded, take_columns
-from hf_turboquant.ops.triton.traits import traits_of
+from hf_turboquant.ops.triton.quantize_tiles import (
+    center,
+    group_channels,
+    load_channels,
+    project,
+    quantize_group,
+    quantize_ranges,
+    store_codes,
+    store_exact,
+    store_exact_group,
+    store_norms,
+)
+from hf_turboquant.ops.triton.traits import coded_tables, traits_of
 from hf_turboquant.ops.view import VectorCodec, VectorTables
 
 _NOT_FINITE = 1
@@ -22,185 +33,7 @@ _NORM_TOO_LARGE = 2
 
 
 @triton.jit
-def _group_channels(G: tl.constexpr):
-    """Return the channel of every column of a group tile and whether there is one.
-
-    Columns are padded eighths of the group, so that every plane packs by reshaping: column ``u * pad + i`` is channel
-    ``u * eighth + i``.
-    """
-    columns = tl.arange(0, 8 * G.eighth_pad)
-    inside = columns % G.eighth_pad
-    return columns // G.eighth_pad * G.eighth + inside, inside < G.eighth
-
-
-@triton.jit
-def _rotate(
-    x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr,
-    F: tl.constexpr, G: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return a group of the rotated vectors ``[128, columns]`` float32, and 1 if an input was not finite."""
-    channels, there = _group_channels(G)
-    tokens = tl.arange(0, 128)
-    rotated = tl.zeros([128, 8 * G.eighth_pad], tl.float32)
-    strange = tl.zeros([128, BLOCK_K], tl.int32)
-    for start in range(0, F.head_dim, BLOCK_K):
-        sums = start + tl.arange(0, BLOCK_K)
-        mask_sums = sums < F.head_dim
-        source = sums
-        if HAS_ORDER:
-            source = tl.load(order_ptr + sums, mask=mask_sums, other=0)
-        offsets = tokens.to(tl.int64)[:, None] * stride_token + source.to(tl.int64)[None, :] * stride_channel
-        x = tl.load(x_ptr + offsets, mask=mask_sums[None, :], other=0.0).to(tl.float32)
-        strange |= ((x - x) != 0.0).to(tl.int32)
-        offsets = sums[:, None] * F.head_dim + G.start + channels[None, :]
-        matrix = tl.load(rotation_ptr + offsets, mask=mask_sums[:, None] & there[None, :], other=0.0)
-        rotated = tl.dot(x, matrix, rotated, input_precision=PRECISION)
-    return rotated, tl.max(tl.max(strange, 1), 0)
-
-
-@triton.jit
-def _bucketize(unit, boundaries_ptr, centroids_ptr, BITS: tl.constexpr):
-    """Return the ascending codes of unit coordinates, int32, and their centroids, float32."""
-    codes = tl.zeros(unit.shape, tl.int32)
-    if BITS == 8:
-        for bit in tl.static_range(8):
-            higher = codes + (128 >> bit)
-            codes = tl.where(unit > tl.load(boundaries_ptr + higher - 1), higher, codes)
-        levels = tl.load(centroids_ptr + codes)
-    else:
-        levels = tl.zeros(unit.shape, tl.float32) + tl.load(centroids_ptr)
-        for index in tl.static_range((1 << BITS) - 1):
-            above = unit > tl.load(boundaries_ptr + index)
-            codes += above.to(tl.int32)
-            levels = tl.where(above, tl.load(centroids_ptr + index + 1), levels)
-    return codes, levels
-
-
-@triton.jit
-def _store_plane(
-    part_ptr, codes, G: tl.constexpr, PLANE_SHIFT: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr
-):
-    """Pack one plane of folded codes ``[128, columns]`` along the channels and store it."""
-    PARTS: tl.constexpr = 8 // WIDTH
-    PAD: tl.constexpr = WIDTH * G.eighth_pad
-    values = (codes >> PLANE_SHIFT) & ((1 << WIDTH) - 1)
-    parts = tl.reshape(values, (128, PARTS, PAD)) << (tl.arange(0, PARTS) * WIDTH)[None, :, None]
-    packed = tl.sum(parts, axis=1).to(tl.uint8)
-    columns = tl.arange(0, PAD)
-    byte = columns // G.eighth_pad * G.eighth + columns % G.eighth_pad
-    there = columns % G.eighth_pad < G.eighth
-    offsets = tl.arange(0, 128)[:, None] * (WIDTH * G.eighth) + byte[None, :]
-    tl.store(part_ptr + OFFSET + offsets, packed, mask=there[None, :] & (offsets >= 0))
-
-
-@triton.jit
-def _store_plane_transposed(
-    part_ptr, codes, G: tl.constexpr, PLANE_SHIFT: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr
-):
-    """Pack one plane of folded codes ``[128, columns]`` along the tokens and store it, a row per channel."""
-    PARTS: tl.constexpr = 8 // WIDTH
-    BYTES: tl.constexpr = 16 * WIDTH
-    values = (codes >> PLANE_SHIFT) & ((1 << WIDTH) - 1)
-    parts = tl.reshape(values, (PARTS, BYTES, 8 * G.eighth_pad)) << (tl.arange(0, PARTS) * WIDTH)[:, None, None]
-    packed = tl.sum(parts, axis=0).to(tl.uint8)
-    channels, there = _group_channels(G)
-    offsets = channels[None, :] * BYTES + tl.arange(0, BYTES)[:, None]
-    tl.store(part_ptr + OFFSET + offsets, packed, mask=there[None, :] & (offsets >= 0))
-
-
-@triton.jit
-def _store_codes(part_ptr, codes, G: tl.constexpr, TRANSPOSED: tl.constexpr):
-    folded = fold(codes, G.bits)
-    if TRANSPOSED:
-        _store_plane_transposed(part_ptr, folded, G, 0, G.width, G.codes)
-        if G.bits == 3:
-            _store_plane_transposed(part_ptr, folded, G, 2, 1, G.sign_codes)
-    else:
-        _store_plane(part_ptr, folded, G, 0, G.width, G.codes)
-        if G.bits == 3:
-            _store_plane(part_ptr, folded, G, 2, 1, G.sign_codes)
-
-
-@triton.jit
-def _store_norms(part_ptr, norms, OFFSET: tl.constexpr, F: tl.constexpr):
-    """Store ``[128]`` norms rounded; return them as float32, and 2 if one does not fit."""
-    NORM: tl.constexpr = F.norm_dtype
-    rounded = round_to(norms, NORM)
-    tokens = tl.arange(0, 128)
-    store_rounded(part_ptr + OFFSET, tokens, rounded, tokens >= 0, NORM)
-    return rounded, tl.max((norms > F.norm_limit).to(tl.int32), 0) * 2
-
-
-@triton.jit
-def _quantize_group(
-    x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, centroids_ptr, boundaries_ptr, part_ptr,
-    F: tl.constexpr, G: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Store codes, norms and mean of one group; return the residual ``[128, columns]`` and the faults seen."""
-    rotated, fault = _rotate(
-        x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, F, G, HAS_ORDER, BLOCK_K, PRECISION
-    )
-    channels, there = _group_channels(G)
-    if F.centered:
-        mean = round_to(tl.sum(rotated, 0) / 128.0, "bf16")
-        store_rounded(part_ptr + F.mean, G.start + channels, mean, there, "bf16")
-        rotated -= mean[None, :]
-    norm = tl.sqrt_rn(tl.sum(rotated * rotated, 1))
-    # the smallest normal float32: a zero vector divides to zero
-    unit = tl.div_rn(rotated, tl.maximum(norm, 1.1754943508222875e-38)[:, None])
-    codes, levels = _bucketize(unit, boundaries_ptr, centroids_ptr, G.bits)
-    levels = tl.where(there[None, :], levels, 0.0)
-    _store_codes(part_ptr, codes, G, F.transposed)
-    if F.scale == "matched":
-        norm = tl.div_rn(norm, tl.sqrt_rn(tl.sum(levels * levels, 1)))
-    elif F.scale == "unbiased":
-        norm = tl.div_rn(norm, tl.maximum(tl.sum(unit * levels, 1), 1.1920928955078125e-07))
-    stored, overflow = _store_norms(part_ptr, norm, F.norms + G.index * 128 * (4 if F.norm_dtype == "fp32" else 2), F)
-    return rotated - levels * stored[:, None], fault | overflow
-
-
-@triton.jit
-def _project(
-    residual, projected, projection_ptr,
-    F: tl.constexpr, G: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add ``residual @ projection.T`` of one group to ``[128, columns of all channels]``."""
-    SLICE: tl.constexpr = min(BLOCK_K, 8 * G.eighth_pad)
-    SIGNS: tl.constexpr = F.sign_traits
-    targets, there = _group_channels(SIGNS)
-    for index in range(8 * G.eighth_pad // SLICE):
-        part = take_columns(residual, index, 128, 8 * G.eighth_pad, SLICE)
-        columns = index * SLICE + tl.arange(0, SLICE)
-        inside = columns % G.eighth_pad
-        sums = G.start + columns // G.eighth_pad * G.eighth + inside
-        offsets = targets[None, :] * F.head_dim + sums[:, None]
-        mask = (inside < G.eighth)[:, None] & there[None, :]
-        matrix = tl.load(projection_ptr + offsets, mask=mask, other=0.0)
-        projected = tl.dot(part, matrix, projected, input_precision=PRECISION)
-    return projected
-
-
-@triton.jit
-def _store_exact(x_ptr, stride_token, stride_channel, part_ptr, F: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Copy the vectors of the block; return 1 if one was not finite."""
-    EXACT: tl.constexpr = F.exact_dtype
-    channels = tl.arange(0, F.head_dim_pad)
-    there = channels < F.head_dim
-    PAD: tl.constexpr = F.head_dim_pad
-    strange = tl.zeros([BLOCK_T, PAD], tl.int32)
-    for start in range(0, 128, BLOCK_T):
-        tokens = start + tl.arange(0, BLOCK_T)
-        offsets = tokens.to(tl.int64)[:, None] * stride_token + channels.to(tl.int64)[None, :] * stride_channel
-        mask = there[None, :] & (tokens >= 0)[:, None]
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        strange |= ((x - x) != 0.0).to(tl.int32)
-        offsets = tokens[:, None] * F.head_dim + channels[None, :]
-        store_rounded(part_ptr + F.exact, offsets, round_to(x, EXACT), mask, EXACT)
-    return tl.max(tl.max(strange, 1), 0)
-
-
-@triton.jit
-def _quantize_vectors(
+def quantize_vectors(
     x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, projection_ptr,
     centroids0_ptr, boundaries0_ptr, centroids1_ptr, boundaries1_ptr, part_ptr, fault_ptr,
     F: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -210,28 +43,42 @@ def _quantize_vectors(
     G1: tl.constexpr = F.second
     SIGNS: tl.constexpr = F.sign_traits
     if F.kind == "exact":
-        fault = _store_exact(x_ptr, stride_token, stride_channel, part_ptr, F, 16)
+        fault = store_exact(x_ptr, stride_token, stride_channel, part_ptr, F, 16)
+    elif F.kind == "group":
+        fault = quantize_ranges(x_ptr, stride_token, stride_channel, part_ptr, F, G0)
+    elif F.kind == "qjl":
+        channels, there = group_channels(SIGNS)
+        vectors, fault = load_channels(x_ptr, stride_token, stride_channel, order_ptr, channels, there, HAS_ORDER)
+        if F.centered:
+            vectors = center(part_ptr, vectors, channels, there, F)
+        projected = tl.zeros([128, 8 * SIGNS.eighth_pad], tl.float32)
+        projected = project(vectors, projected, projection_ptr, F, SIGNS, BLOCK_K, PRECISION)
+        store_codes(part_ptr, (projected >= 0.0).to(tl.int32), SIGNS, False)
+        _, overflow = store_norms(part_ptr, tl.sqrt_rn(tl.sum(vectors * vectors, 1)), F.norms, F)
+        fault |= overflow
     else:
-        residual, fault = _quantize_group(
+        if F.exact_group.size > 0:
+            store_exact_group(x_ptr, stride_token, stride_channel, order_ptr, part_ptr, F, HAS_ORDER)
+        residual, fault = quantize_group(
             x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, centroids0_ptr, boundaries0_ptr, part_ptr,
             F, G0, HAS_ORDER, BLOCK_K, PRECISION,
         )  # fmt: skip
         if F.kind == "prod":
             projected = tl.zeros([128, 8 * SIGNS.eighth_pad], tl.float32)
-            projected = _project(residual, projected, projection_ptr, F, G0, BLOCK_K, PRECISION)
+            projected = project(residual, projected, projection_ptr, F, G0, BLOCK_K, PRECISION)
             square = tl.sum(residual * residual, 1)
         if F.num_groups == 2:
-            residual1, fault1 = _quantize_group(
+            residual1, fault1 = quantize_group(
                 x_ptr, stride_token, stride_channel, order_ptr, rotation_ptr, centroids1_ptr, boundaries1_ptr,
                 part_ptr, F, G1, HAS_ORDER, BLOCK_K, PRECISION,
             )  # fmt: skip
             fault |= fault1
             if F.kind == "prod":
-                projected = _project(residual1, projected, projection_ptr, F, G1, BLOCK_K, PRECISION)
+                projected = project(residual1, projected, projection_ptr, F, G1, BLOCK_K, PRECISION)
                 square += tl.sum(residual1 * residual1, 1)
         if F.kind == "prod":
-            _store_codes(part_ptr, (projected >= 0.0).to(tl.int32), SIGNS, False)
-            _, overflow = _store_norms(part_ptr, tl.sqrt_rn(square), F.residual_norms, F)
+            store_codes(part_ptr, (projected >= 0.0).to(tl.int32), SIGNS, False)
+            _, overflow = store_norms(part_ptr, tl.sqrt_rn(square), F.residual_norms, F)
             fault |= overflow
     if fault != 0:
         tl.atomic_or(fault_ptr, fault)
@@ -257,7 +104,7 @@ def quantize_kernel(
     record_ptr = out_ptr + pid_block * block_stride + pid_batch_head * RECORD_BYTES
     if tl.program_id(2) == 0:
         x_ptr = keys_ptr + batch * key_stride_batch + head * key_stride_head + pid_block * 128 * key_stride_token
-        _quantize_vectors(
+        quantize_vectors(
             x_ptr, key_stride_token, key_stride_channel, key_order_ptr + head * K.head_dim, key_rotation_ptr,
             key_projection_ptr, key_centroids0_ptr, key_boundaries0_ptr, key_centroids1_ptr, key_boundaries1_ptr,
             record_ptr, fault_ptr, K, KEY_ORDER, BLOCK_K, PRECISION,
@@ -265,7 +112,7 @@ def quantize_kernel(
     else:
         x_ptr = values_ptr + batch * value_stride_batch + head * value_stride_head
         x_ptr += pid_block * 128 * value_stride_token
-        _quantize_vectors(
+        quantize_vectors(
             x_ptr, value_stride_token, value_stride_channel, value_order_ptr + head * V.head_dim, value_rotation_ptr,
             value_projection_ptr, value_centroids0_ptr, value_boundaries0_ptr, value_centroids1_ptr,
             value_boundaries1_ptr, record_ptr + KEY_BYTES, fault_ptr, V, VALUE_ORDER, BLOCK_K, PRECISION,
@@ -305,7 +152,7 @@ def quantize(
     with device_of(keys):
         quantize_kernel[(blocks, batch * num_heads, 2)](
             keys, values, out, fault,
-            *_table_arguments(key_codec.tables, out), *_table_arguments(value_codec.tables, out),
+            *table_arguments(key_codec.tables, out), *table_arguments(value_codec.tables, out),
             *keys.stride(), *values.stride(), num_heads, batch * num_heads * out.shape[-1],
             K=key_traits, V=value_traits, KEY_BYTES=key_codec.format.nbytes, RECORD_BYTES=out.shape[-1],
             KEY_ORDER=key_codec.tables.channel_order is not None,
@@ -317,14 +164,11 @@ def quantize(
         _raise_fault(int(fault), key_codec.format, value_codec.format)
 
 
-def _table_arguments(tables: VectorTables, absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def table_arguments(tables: VectorTables, absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the order, rotation, projection, and two pairs of centroids and boundaries; ``absent`` where unused."""
-    pairs: list[torch.Tensor] = []
-    for index in range(2):
-        there = index < len(tables.centroids)
-        pairs += [tables.centroids[index], tables.boundaries[index]] if there else [absent, absent]
+    pairs = [*zip(coded_tables(tables.centroids), coded_tables(tables.boundaries)), (absent, absent), (absent, absent)]
     matrices = (tables.channel_order, tables.rotation, tables.projection)
-    return (*(absent if matrix is None else matrix for matrix in matrices), *pairs)
+    return (*(absent if matrix is None else matrix for matrix in matrices), *pairs[0], *pairs[1])
 
 
 def _raise_fault(fault: int, *formats: VectorFormat) -> None:

@@ -12,11 +12,9 @@ from functools import lru_cache
 import torch
 
 from hf_turboquant.errors import ShapeError
-from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
+from hf_turboquant.layout import BLOCK_TOKENS, EXACT_BITS, VectorFormat
+from hf_turboquant.ops.backend import format_obstacle
 from hf_turboquant.packing import PLANE_WIDTHS
-
-MAX_HEAD_DIM = 256
-"""Channels of the widest vectors the kernels hold in registers."""
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -28,10 +26,10 @@ def next_power_of_2(value: int) -> int:
 
 @dataclass(frozen=True)
 class GroupTraits:
-    """A channel group.
+    """A channel group with codes.
 
     Attributes:
-        index: Position among the groups.
+        index: Position among the groups with codes: the row of its norms.
         start: First channel.
         size: Channels, a multiple of 8.
         bits: Bits per code.
@@ -64,9 +62,17 @@ class GroupTraits:
         return self.count * self.width // 8
 
     @property
+    def lane_bytes(self) -> int:
+        """Bytes of a row for each of four lanes, of 1-bit codes as if they had two bits.
+
+        Two lanes share the bytes of 1-bit codes and of high bits, each taking every other bit.
+        """
+        return self.count * max(self.width, 2) // 32
+
+    @property
     def lane_words(self) -> int:
-        """Words of a row for each of four lanes; of 1-bit codes each is read by two, which take every other bit."""
-        return self.count * max(self.width, 2) // 128
+        """Words that a lane loads; of rows of 32 narrow codes it needs half a word."""
+        return max(self.lane_bytes // 4, 1)
 
     @property
     def row_bytes_pad(self) -> int:
@@ -100,16 +106,38 @@ class GroupTraits:
 
 
 @dataclass(frozen=True)
+class ExactTraits:
+    """A channel group kept as it is, beside groups with codes.
+
+    Attributes:
+        start: First channel.
+        size: Channels; 0 where there is no such group.
+        offset: Byte offset of its section.
+    """
+
+    start: int = 0
+    size: int = 0
+    offset: int = 0
+
+    @property
+    def half(self) -> int:
+        """``size`` as a tile extent, and half of what a matrix product sums over."""
+        return max(next_power_of_2(self.size), 8)
+
+
+@dataclass(frozen=True)
 class VectorTraits:
     """A :class:`VectorFormat` as constants.
 
-    Section attributes (``norms``, ``residual_norms``, ``signs``, ``mean``, ``exact``) are byte offsets in the part of
-    the record that holds these vectors, -1 where there is no such section.
+    ``groups`` are those with codes. Section attributes (``norms``, ``residual_norms``, ``signs``, ``mean``, ``exact``,
+    ``scales``, ``zeros``) are byte offsets in the part of the record that holds these vectors, -1 where there is no
+    such section.
     """
 
     kind: str
     head_dim: int
     groups: tuple[GroupTraits, ...]
+    exact_group: ExactTraits
     transposed: bool
     centered: bool
     scale: str
@@ -120,10 +148,12 @@ class VectorTraits:
     signs: int
     mean: int
     exact: int
+    scales: int
+    zeros: int
 
     @property
     def num_groups(self) -> int:
-        """Channel groups."""
+        """Channel groups with codes."""
         return len(self.groups)
 
     @property
@@ -133,18 +163,23 @@ class VectorTraits:
 
     @property
     def first(self) -> GroupTraits:
-        """The first group; one that is never read where there is none."""
-        return self.groups[0] if self.groups else GroupTraits(0, 0, 8, 1, 0, 8, 8)
+        """The first group with codes; all channels, as if they had 8 bits, where there is none."""
+        return self.groups[0] if self.groups else GroupTraits(0, 0, self.head_dim, 8, 0, BLOCK_TOKENS, self.head_dim)
 
     @property
     def second(self) -> GroupTraits:
-        """The second group; one that is never read where there is none."""
+        """The second group with codes; one that is never read where there is none."""
         return self.groups[1] if len(self.groups) == 2 else self.first
 
     @property
     def sign_traits(self) -> GroupTraits:
-        """The sign section of ``prod``, seen as a group of 1-bit codes over all channels."""
+        """The sign section of ``prod`` and ``qjl``, seen as a group of 1-bit codes over all channels."""
         return GroupTraits(0, 0, self.head_dim, 1, self.signs, BLOCK_TOKENS, self.head_dim)
+
+    @property
+    def wide_norms(self) -> bool:
+        """Whether vectors have a norm that may leave the range of float16."""
+        return self.norms >= 0 and self.norm_dtype != "fp16"
 
     @property
     def norm_limit(self) -> float:
@@ -160,31 +195,27 @@ def traits_of(fmt: VectorFormat) -> VectorTraits:
     Raises:
         ShapeError: The kernels have no tile for it; the reference backend has.
     """
-    if not 0 < fmt.head_dim <= MAX_HEAD_DIM:
-        raise ShapeError(
-            f"head_dim must be at most {MAX_HEAD_DIM} (channels) for backend='triton', got {fmt.head_dim}; "
-            "use backend='reference'"
-        )
-    sizes = [group.size for group in fmt.groups]
-    if len(sizes) > 2 or any(size % 8 for size in sizes) or (fmt.kind == "prod" and fmt.head_dim % 8):
-        raise ShapeError(
-            "channel groups must be one or two, each a multiple of 8 (channels), for backend='triton', got sizes "
-            f"{sizes}; use backend='reference'"
-        )
+    obstacle = format_obstacle(fmt)
+    if obstacle:
+        raise ShapeError(f"vectors must have a format that backend='triton' reads: {obstacle}; use backend='reference'")
+    coded = [(index, group) for index, group in enumerate(fmt.groups) if group.bits != EXACT_BITS]
+    kept = [(index, group) for index, group in enumerate(fmt.groups) if group.bits == EXACT_BITS]
     sections = fmt.sections
     groups = tuple(
-        GroupTraits(index, group.start, group.size, group.bits, section.offset, section.rows, section.count)
-        for index, group in enumerate(fmt.groups)
+        GroupTraits(row, group.start, group.size, group.bits, section.offset, section.rows, section.count)
+        for row, (index, group) in enumerate(coded)
         for section in (sections[f"codes{index}"],)
     )
+    exact_groups = [ExactTraits(group.start, group.size, sections[f"exact{index}"].offset) for index, group in kept]
     offsets = {
         name: sections[name].offset if name in sections else -1
-        for name in ("norms", "residual_norms", "signs", "mean", "exact")
+        for name in ("norms", "residual_norms", "signs", "mean", "exact", "scales", "zeros")
     }
     return VectorTraits(
         fmt.kind,
         fmt.head_dim,
         groups,
+        exact_groups[0] if exact_groups else ExactTraits(),
         fmt.transposed,
         fmt.centered,
         fmt.scale,
@@ -192,3 +223,8 @@ def traits_of(fmt: VectorFormat) -> VectorTraits:
         "" if fmt.exact_dtype is None else DTYPE_NAMES[fmt.exact_dtype],
         **offsets,
     )
+
+
+def coded_tables(tables: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Return the tables of the groups with codes, in the order of :attr:`VectorTraits.groups`."""
+    return [table for table in tables if table.numel()]

@@ -1,0 +1,76 @@
+"""The fast kernel that reads counts on the device: on the CPU through an emulation of its warps, on a GPU as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_turboquant import TurboQuantConfig
+from hf_turboquant.ops.static_spec import exact_view, full_counts
+from hf_turboquant.ops.view import AttendOptions
+from tests.ops.test_static_ops import Store, make_store
+
+plans = pytest.importorskip("hf_turboquant.ops.triton.fast_plan")
+if plans.triton_obstacle():
+    pytest.skip(plans.triton_obstacle(), allow_module_level=True)
+
+from hf_turboquant.ops.triton import fast_attend, static_fast  # noqa: E402
+from hf_turboquant.ops.triton.launch import device_limits  # noqa: E402
+from tests.ops.warp_emulator import EmulatedKernel  # noqa: E402
+
+EMULATED = EmulatedKernel(
+    "static_attend_kernel",
+    [f"hf_turboquant.ops.triton.{part}" for part in
+     ("fast_primitives", "fast_blocks", "fast_exact", "fast_kernel", "static_kernel")],
+)  # fmt: skip
+
+CASES = {
+    "no_block": {"sinks": 4, "blocks": 0, "tail": 1},
+    "no_sinks": {"sinks": 0, "blocks": 1, "tail": 33, "sink_tokens": 0},
+    "wrapped": {"sinks": 4, "blocks": 2, "tail": 200, "start": 128},
+    "full": {"sinks": 4, "blocks": 5, "tail": 128},
+    "idle_splits": {"sinks": 4, "blocks": 5, "tail": 20, "capacity": 30},
+    "no_tail": {"sinks": 4, "blocks": 3, "tail": 0, "window": 0},
+}
+
+
+def error_of(store: Store, config: TurboQuantConfig, group: int = 4) -> float:
+    """Return the relative error of the fast kernel against the reference."""
+    heads, head_dim = store.exact_keys.shape[1], store.exact_keys.shape[3]
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(1, group * heads, 1, head_dim, generator=generator).to(store.exact_keys)
+    expected = store.attend(query)
+    view = exact_view(store.spec, store.codecs, *store.buffers[1:], full_counts(store.spec))
+    options = AttendOptions(scaling=0.125)
+    assert fast_attend.supports(view, query, options, 90) == ""
+    result = static_fast.static_fast_attend(query, view, options, store.lengths)
+    assert torch.isfinite(result).all()
+    return float((result.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel run on the CPU. Launches do not overlap before sm_90, which the interpreter could not do."""
+    monkeypatch.setattr(static_fast, "static_attend_kernel", EMULATED)
+    monkeypatch.setattr(static_fast, "device_limits", lambda _: (80, 2))
+
+
+CONFIG = TurboQuantConfig(guard="off", key_bits=2, value_bits=2)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels around it run on the GPU")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_emulated_kernel_equals_reference(case):
+    assert error_of(make_store(CONFIG, heads=1, dtype=torch.float16, **case), CONFIG) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_kernel_equals_reference_on_gpu(case, group, bits):
+    if device_limits(torch.device("cuda", 0))[0] < fast_attend.MIN_CAPABILITY:
+        pytest.skip("needs compute capability 8.0")
+    config = CONFIG.replace(key_bits=bits[0], value_bits=bits[1])
+    assert error_of(make_store(config, dtype=torch.bfloat16, head_dim=128, **case), config, group) < 1e-2
