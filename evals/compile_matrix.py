@@ -111,7 +111,8 @@ def record_launches(case: Callable[[], None], capability: int) -> list[Launch]:
 def _patched(launches: list[Launch], capability: int) -> Iterator[None]:
     limits = (capability, 100)
     patches = [
-        mock.patch.object(module, "device_limits", return_value=limits) for module in (attend_launch, fast_attend, *STATIC_LIMITS)
+        mock.patch.object(module, "device_limits", return_value=limits)
+        for module in (attend_launch, fast_attend, *STATIC_LIMITS)
     ]
     for module, name in (*_KERNELS, *STATIC_KERNELS):
         patches.append(mock.patch.object(module, name, _Recorder(name, getattr(module, name), launches)))
@@ -225,6 +226,11 @@ def _largest_loop(sass: str) -> list[str]:
 
 
 # budget
+
+
+def build_cases() -> dict[str, Callable[[], None]]:
+    """Return every case by name, of stores that grow and of fixed ones."""
+    return growing_cases() | static_cases()
 
 
 def measure(

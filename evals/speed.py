@@ -38,6 +38,7 @@ from evals.speed_log import FAILED, OK, SKIPPED, ResultLog, quantiles
 RESULT_FILE = RESULTS / "speed.jsonl"
 FLUSH_BYTES: Final = 256 * 2**20
 COPY_BYTES: Final = 2**31
+WARM_COPIES, COPIES = 20, 20
 WARM_UPS: Final = 3
 LEAST_REPEATS: Final = 5
 WARM_LIMIT_BYTES: Final = 6 * 2**30
@@ -110,11 +111,19 @@ class Stopwatch:
         return [1000 * before.elapsed_time(after) for before, after in events]
 
 
-def copy_bandwidth(watch: Stopwatch) -> float:
-    """Return bytes per second read plus written by a large device-to-device copy."""
+def copy_bandwidth() -> float:
+    """Return bytes per second read plus written by large device-to-device copies, once clocks are up."""
     source = torch.randint(0, 255, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / (quantiles(watch.graph(lambda: target.copy_(source)))["p50"] * 1e-6)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(WARM_COPIES):
+        target.copy_(source)
+    before.record()
+    for _ in range(COPIES):
+        target.copy_(source)
+    after.record()
+    torch.cuda.synchronize()
+    return 2 * COPY_BYTES * COPIES / (before.elapsed_time(after) * 1e-3)
 
 
 def measure(case: Case, watch: Stopwatch, bandwidth: float) -> dict[str, Any]:
@@ -271,7 +280,7 @@ def main() -> None:
         print(f"compiled after {log.elapsed_s:.0f} s", flush=True)
     torch.manual_seed(0)
     watch = Stopwatch(Timing(options.repeats))
-    bandwidth = copy_bandwidth(watch)
+    bandwidth = copy_bandwidth()
     left = run(cases, log, lambda case: measure(case, watch, bandwidth))
     print(f"{left} of {len(cases)} rows left after {log.elapsed_s:.0f} s", flush=True)
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from evals.common import ROOT, replace_between
+from evals.common import ROOT, read_results, replace_between
 from evals.speed_log import OK, read_rows
 
 RESULT_FILE: Final = ROOT / "evals" / "results" / "speed.jsonl"
 THROUGHPUT_FILE: Final = ROOT / "evals" / "results" / "throughput.jsonl"
+RUNS_FILE: Final = ROOT / "evals" / "results" / "decode_runs.jsonl"
 README: Final = ROOT / "README.md"
 PAGE: Final = ROOT / "docs" / "speed.md"
 MARKER: Final = "speed-table"
+RUNS_MARKER: Final = "decode-runs"
 SHAPE: Final = "llama-3.1-8b"
 DENSE: Final = ("sdpa_flash", "sdpa_cudnn", "split_kv")
 FORMATS: Final = ("k4v4", "k3v2", "k3v2:key_split=none", "k2v2", "k2v2:key_split=none")
@@ -257,8 +259,8 @@ def shows_ladder(rows: Rows) -> bool:
 
 
 def shows_generate(rows: Rows) -> bool:
-    """Whether the rows make the figure of ``generate()``."""
-    return any(point[:2] == (FIGURE_MODEL, 1) for point in _decode_rows(rows))
+    """Whether the rows make the figure of ``generate()``: two contexts at least."""
+    return sum(point[:2] == (FIGURE_MODEL, 1) for point in _decode_rows(rows)) > 1
 
 
 def _figure(name: str, text: str, shown: Callable[[Rows], bool]) -> Callable[[Rows], str]:
@@ -301,13 +303,22 @@ GENERATE_BLOCKS: Final[Mapping[str, Callable[[Rows], str]]] = {
 """Blocks made from the rows of ``evals.throughput``."""
 
 
+def runs_table() -> str:
+    """Return single runs by hand, made before ``evals.throughput`` could make them: milliseconds a token."""
+    body = [
+        [f"{row['context']:,}", f"`{row['cache']}`", row["how"], "yes" if row["compiled"] else "no", f"{row['ms']:.1f}"]
+        for row in read_results(RUNS_FILE)
+    ]
+    return _table(["context", "cache", "timed", "compiled", "ms a token"], body, left=4)
+
+
 def filled_page(text: str, steps: Rows, generated: Rows) -> str:
     """Return docs/speed.md with every block made from the results; without results a block says so."""
     for blocks, rows in ((STEP_BLOCKS, steps), (GENERATE_BLOCKS, generated)):
         for marker, block in blocks.items():
             content = block(rows) if rows else "Not measured yet."
             text = replace_between(text, marker, f"\n{content}" if content.startswith("* ") else content)
-    return text
+    return replace_between(text, RUNS_MARKER, runs_table())
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ TRANSFORMERS_USERS |= {"paged_allocator.py", "serving.py", "static_layers.py"}
 PUBLIC_MODULES = {
     f"hf_turboquant.{name}"
     for name in (
-        "bench", "cli_evals", "cli_generate", "cli_run", "doctor", "lm_eval", "loading", "planner", "predict", "serving",
-        "verify",
+        "bench", "cli_evals", "cli_generate", "cli_run", "doctor", "lm_eval", "loading", "planner", "predict",
+        "serving", "verify",
     )
 }  # fmt: skip
 # scripts and the command line see what users see

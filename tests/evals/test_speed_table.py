@@ -107,7 +107,7 @@ GENERATED = [
 FIGURES = ["speed_context.png", "speed_ladder.png", "speed_generate.png"]
 EMPTY_PAGE = "".join(
     f"<!-- {marker}:begin -->\n<!-- {marker}:end -->\n"
-    for marker in (*speed_table.STEP_BLOCKS, *speed_table.GENERATE_BLOCKS)
+    for marker in (*speed_table.STEP_BLOCKS, *speed_table.GENERATE_BLOCKS, speed_table.RUNS_MARKER)
 )
 
 

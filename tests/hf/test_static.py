@@ -148,7 +148,8 @@ def test_generate_replays_cuda_graphs(dtype, bound):
     differences = (expected.sequences != result.sequences).any(0).nonzero().flatten().tolist()
     # at a tie the tokens may part, and what follows is another text
     same = min(differences, default=ids.shape[1] + steps) - ids.shape[1] + 1
-    assert same > 140, "no block was packed by a compiled step"
+    # 4 sinks and 96 tokens: step 32 packs the first block
+    assert same > 40, "no block was packed by a compiled step"
     for one, other in zip(expected.logits[:same], result.logits[:same], strict=True):
         assert float((one - other).float().norm() / one.float().norm()) < bound
 

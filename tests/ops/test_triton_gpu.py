@@ -22,20 +22,20 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("round_", range(12))
 def test_attend_random_shapes(dtype: torch.dtype, round_: int) -> None:
-    draw = random.Random(round_)
-    head_dim = draw.choice([64, 80, 96, 112, 128, 192, 256])
-    value_dim = draw.choice([head_dim, 128])
-    key_bits, value_bits = draw.choice([(1, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8), (16, 16)])
-    centered = draw.random() < 0.5
+    choices = random.Random(round_)
+    head_dim = choices.choice([64, 80, 96, 112, 128, 192, 256])
+    value_dim = choices.choice([head_dim, 128])
+    key_bits, value_bits = choices.choice([(1, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8), (16, 16)])
+    centered = choices.random() < 0.5
     keys = make_codec(key_bits, head_dim, centered=centered, exact_dtype=dtype)
-    values = make_codec(value_bits, value_dim, transposed=True, centered=draw.random() < 0.5, exact_dtype=dtype)
-    arenas = draw.choice([(1,), (5,), (2, 3), (40,)])
-    heads, group, batch = draw.choice([1, 2, 8]), draw.choice([1, 3, 4, 7, 16]), draw.choice([1, 3])
+    values = make_codec(value_bits, value_dim, transposed=True, centered=choices.random() < 0.5, exact_dtype=dtype)
+    arenas = choices.choice([(1,), (5,), (2, 3), (40,)])
+    heads, group, batch = choices.choice([1, 2, 8]), choices.choice([1, 3, 4, 7, 16]), choices.choice([1, 3])
     view = make_view(
-        keys, values, batch=batch, heads=heads, sinks=draw.choice([0, 4]), arenas=arenas,
-        tail=(draw.randrange(1, 250), 256, draw.randrange(256)), dtype=dtype,
+        keys, values, batch=batch, heads=heads, sinks=choices.choice([0, 4]), arenas=arenas,
+        tail=(choices.randrange(1, 250), 256, choices.randrange(256)), dtype=dtype,
     )  # fmt: skip
-    query = draw(batch, heads * group, draw.choice([1, 2, 5]), head_dim, dtype=dtype)
+    query = draw(batch, heads * group, choices.choice([1, 2, 5]), head_dim, dtype=dtype)
     options = AttendOptions(scaling=head_dim**-0.5)
     assert_twice_eager(kernels.attend_portable(query, view, options), query, view, options)
 
