@@ -20,7 +20,7 @@ from hf_turboquant.ops import VectorTables
 from hf_turboquant.persist import compare_models, describe_model, read_cache, restore_layers, write_cache
 from hf_turboquant.presets import resolve_config
 from hf_turboquant.report import LayerPath, MemoryReport, PathReport, layer_memory, storage_bytes
-from hf_turboquant.static_layers import TurboQuantStaticLayer, is_registered, may_compile
+from hf_turboquant.static_layers import TurboQuantStaticLayer, check_windows, is_registered, may_compile
 from hf_turboquant.step_check import StepCheck
 
 
@@ -204,6 +204,8 @@ class TurboQuantCache(DynamicCache):
                 f"crop must remove at most the {shortest} tokens held, got {-tokens_to_remove}; to forget all, call "
                 "reset()"
             )
+        if tokens_to_remove:
+            check_windows(self.layers, "crop")
         for index, layer in enumerate(self.layers):
             if index not in independent:
                 layer.crop(tokens_to_remove)
@@ -217,6 +219,7 @@ class TurboQuantCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times in place: one prefilled prompt for many continuations."""
+        check_windows(self.layers, "batch_repeat_interleave")
         for layer in self.layers:
             if hasattr(layer, "batch_repeat_interleave"):
                 layer.batch_repeat_interleave(repeats)
@@ -228,6 +231,7 @@ class TurboQuantCache(DynamicCache):
         """Keep only the sequences ``indices``; a boolean mask over the batch is accepted."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
+        check_windows(self.layers, "batch_select_indices")
         for layer in self.layers:
             if hasattr(layer, "batch_select_indices"):
                 layer.batch_select_indices(indices)

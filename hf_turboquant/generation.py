@@ -54,7 +54,7 @@ def patch_generation(
     Args:
         model: A transformers model that generates. Changed in place.
         config: Preset name or :class:`TurboQuantConfig`; None for the default preset.
-        **options: What else :class:`TurboQuantCache` takes.
+        **options: What else :class:`TurboQuantCache` takes; not ``max_cache_len``, which is for one prompt.
 
     Returns:
         A context manager that undoes the change; or call its ``undo()``.

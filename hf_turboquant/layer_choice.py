@@ -94,6 +94,12 @@ def static_layers(
     """
     if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int) or max_cache_len < 1:
         raise ConfigError(f"max_cache_len must be a positive int (tokens) or None, got {max_cache_len!r}")
+    modes = getattr(model_config, "kv_sharing_modes", None) or ()
+    if getattr(model_config, "num_kv_shared_layers", None) or "reuse" in modes:
+        raise ConfigError(
+            "max_cache_len is for models whose layers have keys and values of their own, got layers that share those "
+            "of another; leave it out"
+        )
     layers: list[Any] = []
     for index, layer in enumerate(stock):
         kind = type(layer)

@@ -142,6 +142,7 @@ def _store_facts(store: KVStore) -> Facts:
             store.num_blocks if isinstance(store, StaticStore) else arena.shape[0] for arena in store.arenas
         ],
         "guard": store.guard,
+        "chosen": store._chosen,
         "formats": [format_facts(store.keys.format), format_facts(store.values.format)],
     }
     if isinstance(store, WindowStore):
@@ -182,7 +183,7 @@ def _restore_store(layer: TurboQuantLayer, facts: Facts, tensors: Tensors) -> No
         _restore_codec(layer, which, saved, tensors)
         for which, saved in zip(("key", "value"), facts["formats"], strict=True)
     ]
-    store._use(LayerCodecs(codecs[0], codecs[1], str(facts["guard"])), chosen=bool(facts["num_blocks"]))
+    store._use(LayerCodecs(codecs[0], codecs[1], str(facts["guard"])), chosen=facts["chosen"])
     store.sink_keys, store.sink_values = tensors["sink_keys"], tensors["sink_values"]
     store.tail_keys, store.tail_values = tensors["tail_keys"], tensors["tail_values"]
     store.tail_start, store.tail_len, _ = facts["tail"]

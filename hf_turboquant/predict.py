@@ -208,7 +208,8 @@ def loop_instructions(
     """
     plain = (keys.kind, values.kind) == ("mse", "mse") and keys.head_dim == values.head_dim and len(values.groups) == 1
     # what was counted has block means and the narrow norms
-    if not plain or not keys.centered or torch.float32 in (keys.norm_dtype, values.norm_dtype):
+    narrow = {keys.norm_dtype, values.norm_dtype} == {torch.float16}
+    if not plain or not narrow or not keys.centered or values.centered:
         return None
     tiles = 1 if group_size <= ROWS_OF_TILE else 2
     bits = tuple(group.bits for group in keys.groups)

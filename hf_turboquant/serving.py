@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -110,6 +111,20 @@ class PatchedServing:
         )
 
 
+class _OfThisThread:
+    """Stands for a class of allocators: ours in the thread that made this, transformers' own in any other."""
+
+    def __init__(self, ours: Callable[..., Any], stock: type) -> None:
+        self._ours, self._stock, self._owner = ours, stock, threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        make = self._ours if threading.get_ident() == self._owner else self._stock
+        return make(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
 def patch_serving(
     model: PreTrainedModel, config: TurboQuantConfig | str | None = None, **overrides: Any
 ) -> PatchedServing:
@@ -156,10 +171,10 @@ def patch_serving(
 
         def make_with_packed_pages() -> Any:
             statistics = paged_allocator.PageStatistics()
-            packed: Any = partial(paged_allocator.PackedAllocator, settings=settings, statistics=statistics)
+            packed = partial(paged_allocator.PackedAllocator, settings=settings, statistics=statistics)
             with _TABLE_LOCK:
                 stock = paged.ATTN_TYPE_TO_ALLOCATOR[_FULL_ATTENTION]
-                paged.ATTN_TYPE_TO_ALLOCATOR[_FULL_ATTENTION] = packed
+                paged.ATTN_TYPE_TO_ALLOCATOR[_FULL_ATTENTION] = _OfThisThread(packed, stock)  # type: ignore[assignment]
                 try:
                     processor = make_processor()
                 finally:

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from hf_turboquant.config import TurboQuantConfig
-from hf_turboquant.errors import UnsupportedModelError
+from hf_turboquant.errors import CacheStateError, UnsupportedModelError
 from hf_turboquant.layers import TurboQuantLayer
 from hf_turboquant.ops import AttendOptions
 from hf_turboquant.ops.static_ops import static_append, static_attend
@@ -65,6 +66,8 @@ class TurboQuantStaticLayer(TurboQuantLayer):
     def store(self) -> StaticStore | None:
         """The tokens, with counts as the device has them."""
         if self._static is not None:
+            if self._static.stale:
+                self._view = None
             self._static.synchronize()
         return self._static
 
@@ -106,6 +109,7 @@ class TurboQuantStaticLayer(TurboQuantLayer):
 
         Raises:
             CacheStateError: There is no room for them. Nothing was stored.
+            UnsupportedModelError: The attention of the layer before did not read what a traced step stored.
         """
         if not torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
@@ -113,6 +117,11 @@ class TurboQuantStaticLayer(TurboQuantLayer):
         differentiable = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if not registered or store is None or key_states.shape[2] != 1 or differentiable or not store.compileable:
             return _eager_update(self, key_states, value_states)
+        if _HANDOVER.store is not None:
+            raise UnsupportedModelError(
+                f"layer {self.layer_idx}: the attention of the layer before did not read the cache, as a model that "
+                "computes attention by itself; pass disable_compile=True to generate(), or leave max_cache_len out"
+            )
         assert store.state is not None
         static_append(key_states, value_states, store.state, store.tables, store.spec)
         store.stale = True
@@ -223,6 +232,26 @@ def _say_not_enabled() -> None:
         "decode steps of a cache with max_cache_len are compiled only while the model uses the registered attention: "
         "call hf_turboquant.enable(model). Steps work all the same, as they do without max_cache_len"
     )
+
+
+def check_windows(layers: Sequence[Any], operation: str) -> None:
+    """Raise if there are sliding windows of fixed size, which an operation would leave wrong or not reach.
+
+    Args:
+        layers: All of a cache.
+        operation: Its name, for the message; ``crop`` is right until a window has dropped a token.
+
+    Raises:
+        CacheStateError: There are. Nothing was changed.
+    """
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, StaticSlidingWindowLayer) or not layer.is_initialized:
+            continue
+        if operation != "crop" or int(layer.get_seq_length()) > layer.max_cache_len:
+            raise CacheStateError(
+                f"{operation} must not be used on layer {index}, a sliding window of fixed size ({layer.max_cache_len} "
+                "tokens); leave max_cache_len out"
+            )
 
 
 def take_store(key: torch.Tensor, value: torch.Tensor) -> StaticStore | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +23,18 @@ from hf_turboquant.ops.static_spec import (
 )
 from hf_turboquant.quantizers import LayerCodecs
 from hf_turboquant.store import KVStore
+
+_log = logging.getLogger("hf_turboquant")
+
+
+@lru_cache(maxsize=1)
+def _say_few_tokens(wanted: int) -> None:
+    """Log it once in a process."""
+    _log.warning(
+        "the first forward of a cache with max_cache_len decides how keys are stored, and had fewer than %d tokens to "
+        "look at: the guard and split channels may choose badly. Give the prompt whole, or leave max_cache_len out",
+        wanted,
+    )
 
 
 class StaticStore(KVStore):
@@ -145,16 +159,18 @@ class StaticStore(KVStore):
             CacheStateError: There is no room for them.
         """
         self.check_room(other.seq_len)
-        self._use(LayerCodecs(other.keys, other.values, other.guard), chosen=True)
-        self._allocate(other.tail_keys, other.tail_values)
-        self._view_sinks(other.sink_keys.shape[2])
+        self._use(LayerCodecs(other.keys, other.values, other.guard), chosen=other._chosen)
+        view, sinks = other.view(), other.sink_keys.shape[2]
+        exact = view.with_exact(view.tail_keys[:, :, :0], view.tail_values[:, :, :0])
+        self._allocate(
+            torch.cat([other.sink_keys, exact.tail_keys], dim=2),
+            torch.cat([other.sink_values, exact.tail_values], dim=2),
+        )
+        self._view_sinks(sinks)
         self.sink_keys.copy_(other.sink_keys)
         self.sink_values.copy_(other.sink_values)
-        view = other.view()
-        for ring, slots in ((self.tail_keys, view.tail_keys), (self.tail_values, view.tail_values)):
-            parts = [slots[:, :, span] for span in view.tail_slices()]
-            if parts:
-                ring[:, :, : other.tail_len] = torch.cat(parts, dim=2)
+        self.tail_keys[:, :, : other.tail_len] = exact.tail_keys
+        self.tail_values[:, :, : other.tail_len] = exact.tail_values
         self.num_blocks, self.tail_start, self.tail_len = other.num_blocks, 0, other.tail_len
         self.block_tokens = None if other.block_tokens is None else list(other.block_tokens)
         done = 0
@@ -189,6 +205,7 @@ class StaticStore(KVStore):
         self._view_sinks(counts[Count.SINKS])
         self._memo = {}
         self.stale, self._unseen_steps = False, 0
+        self.compileable = self.compileable and self.seq_len < self.max_cache_len
 
     def publish(self) -> None:
         """Write the counts of the host to the device."""
@@ -206,6 +223,8 @@ class StaticStore(KVStore):
         """Choose the codecs by the first tokens, and take all memory there will be."""
         if not self._chosen and self._choose is not None and keys.shape[2]:
             after_sinks = self.sink_tokens if keys.shape[2] > self.sink_tokens else 0
+            if keys.shape[2] - after_sinks < BLOCK_TOKENS:
+                _say_few_tokens(BLOCK_TOKENS)
             self._use(self._choose(keys[:, :, after_sinks:], values[:, :, after_sinks:]), chosen=True)
         self._take_memory(self.sink_keys.shape[2])
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_turboquant.errors import ValueRangeError
+from hf_turboquant.errors import ShapeError, ValueRangeError
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import AttendOptions, Backend, VectorCodec, attend, quantize
 from hf_turboquant.ops.static_spec import SPECS, Count, StaticSpec, exact_view, full_counts
@@ -55,7 +55,17 @@ def _(
     tables: Sequence[torch.Tensor],
     spec: str,
 ) -> None:
-    return None
+    # a graph is traced for every new shape: here a wrong one costs nothing to find, and would overwrite memory later
+    known = SPECS[spec]
+    for name, new, codec, dtype in zip(
+        ("keys", "values"), (keys, values), (known.keys, known.values), known.dtypes, strict=True
+    ):
+        expected = (known.batch, known.heads, 1, codec.format.head_dim)
+        if tuple(new.shape) != expected or new.dtype != dtype:
+            raise ShapeError(
+                f"{name} must be {expected} (batch, num_kv_heads, 1, head_dim) {dtype} like those already stored, got "
+                f"{tuple(new.shape)} {new.dtype}; start with a new cache"
+            )
 
 
 def _append_on_host(

@@ -201,7 +201,7 @@ def register_tables(tensors: Sequence[torch.Tensor], device: torch.device) -> st
         tensors: Tables that do not depend on the tokens stored.
         device: Where they are.
     """
-    for (name, place), known in _TABLES.items():
+    for (name, place), known in list(_TABLES.items()):
         if place == device and len(known) == len(tensors) and all(map(lambda a, b: a is b, known, tensors)):
             return name
     digest = hashlib.sha256()

@@ -394,3 +394,60 @@ def test_a_saved_cache_may_become_one_of_fixed_size(tmp_path):
     same(loaded, filled(300, None))
     with pytest.raises(CacheStateError, match="max_cache_len"):
         TurboQuantCache.load(tmp_path / "cache.safetensors", model.config, max_cache_len=200)
+
+
+# what cannot be served
+
+
+def test_layers_that_share_keys_are_refused():
+    config = tiny_model("llama").config
+    config.num_kv_shared_layers = 1
+    with pytest.raises(ConfigError, match="share"):
+        TurboQuantCache(config, max_cache_len=64)
+
+
+def test_another_geometry_in_a_compiled_step_is_an_error():
+    model = enabled("llama")
+    cache = make(model, 150)
+    with torch.no_grad():
+        model(input_ids=random_ids(2, 20), past_key_values=cache, use_cache=True)
+        with pytest.raises(Exception, match=r"like those already stored|batch"):
+            compiled(model)(input_ids=random_ids(1, 1), past_key_values=cache, use_cache=True)
+
+
+def test_keys_read_between_compiled_steps_are_up_to_date():
+    model = enabled("llama")
+    cache = make(model, 150)
+    ids = random_ids(1, 20)
+    step = compiled(model)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        assert cache.layers[0].keys.materialize().shape[2] == 20
+        for position in range(20, 23):
+            step(input_ids=ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[position]]), use_cache=True)
+    assert cache.layers[0].keys.materialize().shape[2] == 23
+
+
+def test_sliding_windows_of_fixed_size_refuse_what_they_cannot_do():
+    model = tiny_model("mistral", sliding_window=16)
+    cache = make(model, 64)
+    with torch.no_grad():
+        model(input_ids=random_ids(1, 20), past_key_values=cache, use_cache=True)
+    for change in (
+        lambda: cache.crop(-2),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.batch_select_indices(torch.tensor([0])),
+    ):
+        with pytest.raises(CacheStateError, match="sliding window"):
+            change()
+
+
+def test_loaded_without_blocks_the_codecs_are_chosen_by_what_it_holds(tmp_path):
+    model = tiny_model("llama", head_dim=64)
+    cache = TurboQuantCache(model.config, "k3v3", guard="off")
+    with torch.no_grad():
+        model(input_ids=random_ids(1, 200), past_key_values=cache, use_cache=True)
+    assert cache.layers[0].store.num_blocks == 0
+    cache.save(tmp_path / "short.safetensors")
+    loaded = TurboQuantCache.load(tmp_path / "short.safetensors", model.config, max_cache_len=400)
+    assert loaded.layers[0].store.keys.tables.channel_order is not None
