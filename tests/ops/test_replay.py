@@ -267,7 +267,6 @@ CHANGES: dict[str, Callable[[KVStore], Any]] = {
     "select": lambda store: store.select_batch(torch.tensor([1])),
     "reorder": lambda store: SharedRows().reorder(store, [1, 0]),
     "offload": lambda store: store.replace_arenas([arena.clone() for arena in store.arenas]),
-    "to": lambda store: store.to(CPU),
     "reset": lambda store: store.reset(),
     "copy": lambda store: copy.deepcopy(store).view(),
 }
