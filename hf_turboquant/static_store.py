@@ -205,7 +205,6 @@ class StaticStore(KVStore):
         self._view_sinks(counts[Count.SINKS])
         self._memo = {}
         self.stale, self._unseen_steps = False, 0
-        self.compileable = self.compileable and self.seq_len < self.max_cache_len
 
     def publish(self) -> None:
         """Write the counts of the host to the device."""
