@@ -106,6 +106,11 @@ def excerpt_ids(tokenizer: Any, tokens: int) -> list[int]:
 # caches
 
 
+def first_tokens(tokenizer: Any) -> list[int]:
+    """Return the beginning-of-text token where the tokenizer puts one. Gemma's perplexity nearly doubles without it."""
+    return [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
+
+
 def make_cache(model: Any, spec: str | None) -> DynamicCache:
     """Return an empty cache.
 

@@ -96,6 +96,13 @@ def _attend(
     attend(query, _view(keys, values, dtype), AttendOptions(scaling=0.1, is_causal=True, **options))
 
 
+def attend_case(head_dim: int, key_bits: tuple[int, ...], value_bits: int, *, rows: int) -> Callable[[], None]:
+    """Return a call of the fast kernel over keys in equal groups of channels, with ``rows`` query rows a KV head."""
+    split = tuple((head_dim // len(key_bits), bits) for bits in key_bits)
+    codecs = _pair(key_bits[0], value_bits, head_dim, split=split)
+    return lambda: _attend(*codecs, rows=rows, fast=True)
+
+
 def _quantize(keys: VectorCodec, values: VectorCodec) -> None:
     dense = [torch.zeros(1, 2, 256, codec.format.head_dim, dtype=torch.bfloat16) for codec in (keys, values)]
     out = torch.empty(2, 1, 2, keys.format.nbytes + values.format.nbytes, dtype=torch.uint8)

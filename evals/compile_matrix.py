@@ -35,7 +35,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from evals.compile_cases import build_cases as growing_cases
-from evals.compile_static import STATIC_KERNELS, STATIC_LIMITS, static_cases
+from evals.compile_static import STATIC_KERNELS, static_cases
 from hf_turboquant.ops.triton import append_kernel, attend_launch, dequantize_kernel, fast_attend, quantize_kernel
 
 CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
@@ -110,10 +110,8 @@ def record_launches(case: Callable[[], None], capability: int) -> list[Launch]:
 @contextmanager
 def _patched(launches: list[Launch], capability: int) -> Iterator[None]:
     limits = (capability, 100)
-    patches = [
-        mock.patch.object(module, "device_limits", return_value=limits)
-        for module in (attend_launch, fast_attend, *STATIC_LIMITS)
-    ]
+    asking = (attend_launch, fast_attend)
+    patches = [mock.patch.object(module, "device_limits", return_value=limits) for module in asking]
     for module, name in (*_KERNELS, *STATIC_KERNELS):
         patches.append(mock.patch.object(module, name, _Recorder(name, getattr(module, name), launches)))
     for patch in patches:
@@ -171,6 +169,20 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, float]:
         ``instructions`` of the largest loop, ``lane_ops`` per key or value element (attend only), ``registers``,
         ``stack`` bytes per thread (spills), ``shared`` KiB.
     """
+    sass, cost = assemble(launch, capability)
+    loop = max(loops(sass), key=len, default=[])
+    cost = {"instructions": len(loop), **cost}
+    if launch.name in ("attend_kernel", "fast_attend_kernel", "static_attend_kernel"):
+        elements = 128 * (launch.arguments["K"].head_dim + launch.arguments["V"].head_dim)
+        # the warps of the fast kernel read a block each, the others share one
+        warps = 1 if launch.is_gluon else launch.options["num_warps"]
+        cost["lane_ops"] = round(len(loop) * 32 * warps / elements, 2)
+        cost["barriers"] = sum("BAR.SYNC" in line for line in loop)
+    return cost
+
+
+def assemble(launch: Launch, capability: int) -> tuple[str, dict[str, float]]:
+    """Compile one launch and return its assembly, and its registers, stack bytes and shared KiB."""
     signature, constants, attributes = _signature(launch)
     source = (GluonASTSource if launch.is_gluon else ASTSource)(
         fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes
@@ -180,20 +192,12 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, float]:
         cubin = Path(directory) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        loop = _largest_loop(_tool("nvdisasm", "-c", str(cubin)))
-    cost = {
-        "instructions": len(loop),
+        sass = _tool("nvdisasm", "-c", str(cubin))
+    return sass, {
         "registers": int(_find(r"REG:(\d+)", usage)),
         "stack": int(_find(r"STACK:(\d+)", usage)),
         "shared": round(compiled.metadata.shared / 1024, 1),
     }
-    if launch.name in ("attend_kernel", "fast_attend_kernel", "static_attend_kernel"):
-        elements = 128 * (launch.arguments["K"].head_dim + launch.arguments["V"].head_dim)
-        # the warps of the fast kernel read a block each, the others share one
-        warps = 1 if launch.is_gluon else launch.options["num_warps"]
-        cost["lane_ops"] = round(len(loop) * 32 * warps / elements, 2)
-        cost["barriers"] = sum("BAR.SYNC" in line for line in loop)
-    return cost
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -207,11 +211,11 @@ def _find(pattern: str, text: str) -> str:
     return found.group(1)
 
 
-def _largest_loop(sass: str) -> list[str]:
-    """Return the instructions between the farthest backward branch and its target."""
+def loops(sass: str) -> list[list[str]]:
+    """Return the instructions between each backward branch and its target."""
     labels: dict[str, int] = {}
     lines: list[str] = []
-    best: tuple[int, int] = (0, 0)
+    found = []
     for line in map(str.strip, sass.splitlines()):
         label = re.match(r"(\.L_x_\d+):", line)
         if label:
@@ -219,10 +223,10 @@ def _largest_loop(sass: str) -> list[str]:
         elif re.match(r"/\*[0-9a-f]+\*/", line):
             lines.append(line)
             branch = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
-            start = labels.get(branch.group(1), len(lines)) if branch else len(lines)
-            if len(lines) - start > best[1] - best[0]:
-                best = (start, len(lines))
-    return lines[best[0] : best[1]]
+            start = labels.get(branch.group(1)) if branch else None
+            if start is not None:
+                found.append(lines[start:])
+    return found
 
 
 # budget

@@ -19,14 +19,10 @@ static_append = import_module("hf_turboquant.ops.triton.static_append")
 STATIC_KERNELS = (
     (static_append, "append_token_kernel"),
     (static_append, "pack_block_kernel"),
-    (static_fast, "quantize_query_kernel"),
     (static_fast, "static_attend_kernel"),
     (static_fast, "static_combine_kernel"),
 )
 """Where the launchers find their kernels."""
-
-STATIC_LIMITS = (static_fast,)
-"""Modules that ask for the limits of the device."""
 
 
 def static_cases() -> dict[str, Callable[[], None]]:

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -34,6 +36,16 @@ RESAMPLES: Final = 2000
 
 class EvalError(ValueError):
     """What a user of an evaluation asked for cannot be done; the message says what can."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the program with exit code 2 and one line on stderr for what cannot be done."""
+    try:
+        yield
+    except (EvalError, ValueError, ImportError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 # run directory

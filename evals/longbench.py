@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from evals import longbench_report
 from evals.baselines import held, make_cache
 from evals.common import cache_argument, smollm2_dir
 from evals.context import REFERENCE, Context, check_specs
-from evals.frame import EvalError, RunDirectory, process_state, rank_device, work
+from evals.frame import EvalError, RunDirectory, one_line_errors, process_state, rank_device, work
 from evals.longbench_data import NO_CHAT, Item, base_task, expand_tasks, load_items
 from evals.longbench_metrics import score
 from hf_turboquant.loading import load_model, read_config
@@ -306,11 +305,8 @@ def _digest(items: Sequence[Item]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line; what cannot be done is one line on stderr and exit code 2."""
     args = parse_arguments(arguments)
-    try:
+    with one_line_errors():
         evaluate(args)
-    except (EvalError, ValueError, ImportError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from evals.context import REFERENCE, check_specs
-from evals.frame import EvalError, RunDirectory, bootstrap_interval, process_state, rank_device, work
+from evals.frame import EvalError, RunDirectory, bootstrap_interval, one_line_errors, process_state, rank_device, work
 from evals.longbench import Answerer, build_prompt, default_max_length
 from evals.longbench_data import Item, Template
 from hf_turboquant.loading import load_model, read_config
@@ -198,12 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="forget an earlier run in the directory")
     parser.add_argument("--force", action="store_true", help="load even a model that should not fit in memory")
     args = parser.parse_args(arguments)
-    try:
-        with torch.inference_mode():
-            evaluate(args)
-    except (EvalError, ValueError, ImportError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from error
+    with one_line_errors(), torch.inference_mode():
+        evaluate(args)
 
 
 if __name__ == "__main__":

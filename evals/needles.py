@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from evals.common import EXCERPT
+from evals.common import EXCERPT, first_tokens
 from evals.frame import EvalError
 
 # RULER asks for two words joined by a hyphen; any will do that the text does not contain
@@ -252,7 +252,7 @@ def make_sample(tokenizer: Any, haystack: Sequence[int], cell: Cell, needle: str
     start = rng.randrange(len(haystack))
     text = [haystack[(start + i) % len(haystack)] for i in range(size)]
     place = _sentence_end(tokenizer, text, cell.depth)
-    context = (*_first_ids(tokenizer), *introduction, *text[:place], *hidden, *text[place:])
+    context = (*first_tokens(tokenizer), *introduction, *text[:place], *hidden, *text[place:])
     return Sample(cell, context, tuple(question), tuple(answer), words["key"], words["value"])
 
 
@@ -264,11 +264,6 @@ def _answer_ids(tokenizer: Any, template: Needle, words: Mapping[str, str], ques
         return ids[len(question) :]
     alone: list[int] = tokenizer(template.answer.format(**words), add_special_tokens=False).input_ids
     return alone
-
-
-def _first_ids(tokenizer: Any) -> list[int]:
-    """Return the token that a model wants before every text, if it does."""
-    return [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
 
 
 def _sentence_end(tokenizer: Any, text: Sequence[int], depth: float) -> int:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from evals import niah_report
 from evals.baselines import held, make_cache, settings_of
 from evals.common import RESULTS, cache_argument, smollm2_dir
 from evals.context import REFERENCE, Context, check_specs
-from evals.frame import EvalError, RunDirectory, process_state, rank_device, work
+from evals.frame import EvalError, RunDirectory, one_line_errors, process_state, rank_device, work
 from evals.needles import NEEDLES, Cell, Sample, haystack_ids, make_sample
 from hf_turboquant.loading import load_model
 
@@ -315,11 +314,8 @@ def evaluate(args: argparse.Namespace) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from the command line; what cannot be done is one line on stderr and exit code 2."""
     args = parse_arguments(arguments)
-    try:
+    with one_line_errors():
         evaluate(args)
-    except (EvalError, ValueError, ImportError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

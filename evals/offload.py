@@ -20,19 +20,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config
 
 from evals.common import RESULTS, cache_argument, write_results
 from evals.speed_log import quantiles
-from evals.throughput_models import allocated, wait
+from evals.throughput_models import allocated, fill, make_model, wait
 from hf_turboquant import TurboQuantCache
 
 LAYERS: Final = 8
 STEPS: Final = 20
 WARM_STEPS: Final = 4
-SHAPE: Final = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
 TINY: Final = {
     "vocab_size": 99,
     "hidden_size": 64,
@@ -42,26 +35,10 @@ TINY: Final = {
 }
 
 
-def make_model(*, tiny: bool) -> Any:
-    """Return a model of random weights, on the GPU if there is one."""
-    config = Qwen2Config(**(TINY if tiny else SHAPE), num_hidden_layers=LAYERS, max_position_embeddings=131072)
-    torch.manual_seed(0)
-    on_gpu = torch.cuda.is_available()
-    with torch.device("cuda" if on_gpu else "cpu"):
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def fill(model: Any, cache: Any, tokens: int) -> None:
-    """Give every layer the same random keys and values, whatever the cache."""
-    config = model.config
-    generator = torch.Generator(model.device).manual_seed(1)
-    shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
-    for layer in range(config.num_hidden_layers):
-        keys, values = (
-            torch.randn(shape, device=model.device, dtype=model.dtype, generator=generator) for _ in range(2)
-        )
-        cache.update(keys, values, layer)
+def tiny_model() -> Any:
+    """Return a model that a CPU runs, of random weights."""
+    config = Qwen2Config(**TINY, num_hidden_layers=LAYERS, max_position_embeddings=131072)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
@@ -69,7 +46,7 @@ def measure(model: Any, name: str, tokens: int, *, offloading: bool) -> dict[str
     """Return the figures of one cache, and the tokens it decoded.
 
     Args:
-        model: Of :func:`make_model`.
+        model: Of :func:`make_model` or :func:`tiny_model`.
         name: A preset, or ``dynamic``.
         tokens: In the cache before the first step.
         offloading: Whether layers wait on the CPU.
@@ -81,7 +58,9 @@ def measure(model: Any, name: str, tokens: int, *, offloading: bool) -> dict[str
         if plain
         else TurboQuantCache(model.config, name, offloading=offloading)
     )
-    fill(model, cache, tokens)
+    # the same keys and values, whatever the cache
+    torch.manual_seed(1)
+    fill(model, cache, 1, tokens)
     wait()
     gc.collect()
     if torch.cuda.is_available():
@@ -135,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(
             "evals.offload moves blocks between a GPU and the CPU, and there is no GPU; --tiny runs anywhere"
         )
-    model = make_model(tiny=options.tiny)
+    torch.manual_seed(0)
+    model = tiny_model() if options.tiny else make_model("qwen2.5-7b", LAYERS, "cuda")
     # the first forward compiles kernels
     measure(model, options.cache[0], 300, offloading=False)
     write_results(options.out, rows(model, options.lengths, options.cache))

@@ -36,6 +36,7 @@ from evals.common import (
     cache_argument,
     environment,
     fill_cache,
+    first_tokens,
     load_model,
     prefill,
     read_results,
@@ -106,11 +107,6 @@ def cut_windows(ids: Sequence[int], protocol: Protocol, first: Sequence[int] = (
     if part < length:
         raise ValueError(f"{protocol.windows} windows need {protocol.windows * length} tokens of text, got {len(ids)}")
     return [torch.tensor([[*first, *ids[i * part : i * part + length]]]) for i in range(protocol.windows)]
-
-
-def first_tokens(tokenizer: Any) -> list[int]:
-    """Return the beginning-of-text token where the tokenizer puts one. Gemma's perplexity nearly doubles without it."""
-    return [token for token in tokenizer("").input_ids if token == tokenizer.bos_token_id]
 
 
 # scoring

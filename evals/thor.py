@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ from typing import Any
 from evals.common import read_results, replace_between, write_results
 from evals.speed_contenders import SHAPES
 from evals.speed_log import OK, read_rows
-from hf_turboquant.layout import ChannelGroup, RecordFormat, VectorFormat
 from hf_turboquant.predict import INSTRUCTIONS, SPEEDS, decode_seconds
 from hf_turboquant.shapes import LayerShape
 
@@ -59,90 +55,16 @@ def count_all() -> Iterator[dict[str, Any]]:
 
 def count_loop(head_dim: int, key_bits: Sequence[int], value_bits: int, tiles: int, capability: int) -> dict[str, int]:
     """Compile the fast attend kernel and count the instructions of its main loop: one block of one KV head."""
-    compiled = compile_attend(*formats_of(head_dim, key_bits, value_bits), tiles, capability)
-    with tempfile.TemporaryDirectory() as directory:
-        cubin = Path(directory) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        loop = inner_loop(_tool("nvdisasm", "-c", str(cubin)))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, "no registers in the output of cuobjdump"
-    return {"instructions": loop, "registers": int(found.group(1)), "stack": int(found.group(2))}
+    # imported here: they need Triton, the tables do not
+    from evals.compile_cases import attend_case
+    from evals.compile_matrix import assemble, loops, record_launches
 
-
-def compile_attend(keys: VectorFormat, values: VectorFormat, tiles: int, capability: int) -> Any:
-    """Compile the fast attend kernel as it is launched for one new token and a store without a block table."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from hf_turboquant.ops.triton import fast_kernel, fast_plan
-    from hf_turboquant.ops.triton.traits import traits_of
-
-    kernel = fast_kernel.fast_attend_kernel
-    record = RecordFormat(keys, values)
-    pair = traits_of(keys), traits_of(values)
-    launch = fast_plan.fast_launch(*pair, 4 * tiles)
-    given = {
-        "K": pair[0], "V": pair[1], "KEY_BYTES": record.value_offset, "RECORD_BYTES": record.nbytes,
-        "TILES": launch.tiles, "TABLE": False, "W": launch.num_warps, "EXACT_TOKENS": launch.exact_tokens,
-        "CAUSAL": False, "AHEAD": launch.ahead, "OVERLAP": capability >= 90,
-    }  # fmt: skip
-    signature, constants, aligned = {}, {}, {}
-    for index, param in enumerate(kernel.params):
-        name = param.name
-        if param.is_constexpr:
-            # a switch that is not listed is off
-            signature[name], constants[name] = "constexpr", given.get(name, False)
-        elif name.endswith("_ptr"):
-            signature[name] = _POINTERS.get(name, "*bf16")
-            aligned[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if name.endswith("_scale") else "i32"
-    source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": launch.num_warps, "maxnreg": launch.max_registers}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-_POINTERS = {
-    **dict.fromkeys(("query8_ptr", "arena_ptr"), "*u8"),
-    **dict.fromkeys(("query_scale_ptr", "partial_ptr", "peak_ptr", "total_ptr"), "*fp32"),
-    "block_address_ptr": "*i64",
-    **dict.fromkeys(("block_count_ptr", "lengths_ptr"), "*i32"),
-}
-
-
-def inner_loop(sass: str) -> int:
-    """Return the instructions of the shortest loop with an integer matrix product: the loop over blocks."""
-    labels: dict[str, int] = {}
-    lines: list[str] = []
-    loops = []
-    for line in map(str.strip, sass.splitlines()):
-        label = re.match(r"(\.L_x_\d+):", line)
-        if label:
-            labels[label.group(1)] = len(lines)
-        elif re.match(r"/\*[0-9a-f]+\*/", line):
-            lines.append(line)
-            branch = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
-            start = labels.get(branch.group(1)) if branch else None
-            if start is not None and any("IMMA" in inside for inside in lines[start:]):
-                loops.append(len(lines) - start)
-    return min(loops)
-
-
-def _tool(name: str, *arguments: str) -> str:
-    import triton
-
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def formats_of(head_dim: int, key_bits: Sequence[int], value_bits: int) -> tuple[VectorFormat, VectorFormat]:
-    """Return formats of centred keys, in one or two channel groups, and of values."""
-    size = head_dim // len(key_bits)
-    groups = tuple(ChannelGroup(index * size, size, bits) for index, bits in enumerate(key_bits))
-    keys = VectorFormat("mse", head_dim, groups, centered=True)
-    return keys, VectorFormat("mse", head_dim, (ChannelGroup(0, head_dim, value_bits),), transposed=True)
+    case = attend_case(head_dim, tuple(key_bits), value_bits, rows=4 * tiles)
+    (launch,) = (found for found in record_launches(case, capability) if found.name == "fast_attend_kernel")
+    sass, cost = assemble(launch, capability)
+    # the shortest loop with an integer matrix product is that over blocks
+    products = [loop for loop in loops(sass) if any("IMMA" in line for line in loop)]
+    return {"instructions": min(map(len, products)), "registers": int(cost["registers"]), "stack": int(cost["stack"])}
 
 
 # tables

@@ -18,16 +18,18 @@ _CACHE_NAMES: Final = ("cache", "past_key_values")
 _NOT_GIVEN: Final = object()
 
 
-class PatchedGeneration:
-    """What :func:`patch_generation` returns; as a context manager it undoes the change on exit."""
+class PatchedMethod:
+    """A method of one model about to be replaced, and what gives it back; a context manager does so on exit.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        model: The model.
+        name: Of the method.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
         self.model = model
-        self._previous = model.__dict__.get(_METHOD, _NOT_GIVEN)
-
-    def __enter__(self) -> PreTrainedModel:
-        """Return the model, already changed."""
-        return self.model
+        self._name = name
+        self._previous = model.__dict__.get(name, _NOT_GIVEN)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -36,11 +38,22 @@ class PatchedGeneration:
         self.undo()
 
     def undo(self) -> None:
-        """Let ``generate()`` make the caches it made before; a second call does nothing."""
+        """Give the model its method back; a second call does nothing."""
         if self._previous is _NOT_GIVEN:
-            self.model.__dict__.pop(_METHOD, None)
+            self.model.__dict__.pop(self._name, None)
         else:
-            self.model.__dict__[_METHOD] = self._previous
+            self.model.__dict__[self._name] = self._previous
+
+
+class PatchedGeneration(PatchedMethod):
+    """What :func:`patch_generation` returns; as a context manager it undoes the change on exit."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model, _METHOD)
+
+    def __enter__(self) -> PreTrainedModel:
+        """Return the model, already changed."""
+        return self.model
 
 
 def patch_generation(

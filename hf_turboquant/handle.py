@@ -72,7 +72,10 @@ class KVHandle(torch.Tensor):
 
     def materialize(self) -> torch.Tensor:
         """Rebuild the dense tensor, in the dtype and shape of the handle."""
-        dense = materialize(self.tokens, which=self.which, backend=self.backend)[:, :, self.hidden :]
+        return self.seen(materialize(self.tokens, which=self.which, backend=self.backend)[:, :, self.hidden :])
+
+    def seen(self, dense: torch.Tensor) -> torch.Tensor:
+        """Return the dense tensor of all KV heads in the shape of the handle."""
         if len(self.dims) == 5:
             return dense[:, :, None].expand(self.dims)
         return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)

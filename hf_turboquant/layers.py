@@ -215,16 +215,20 @@ class TurboQuantLayer(CacheLayerMixin):
     # what a sliding window changes
 
     def _new_store(self, plan: CodecPlan, key_states: torch.Tensor, value_states: torch.Tensor) -> KVStore:
-        return KVStore(
-            plan.initial.keys,
-            plan.initial.values,
-            like_keys=key_states,
-            like_values=value_states,
-            sink_tokens=self.config.sink_tokens,
-            residual_window=self.config.residual_window,
-            backend=self.config.backend,
-            choose=plan.choose,
-        )
+        options = self._store_options(plan, key_states, value_states)
+        return KVStore(**options, sink_tokens=self.config.sink_tokens)
+
+    def _store_options(self, plan: CodecPlan, key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
+        """Return what the stores of all kinds of layers take."""
+        return {
+            "keys": plan.initial.keys,
+            "values": plan.initial.values,
+            "like_keys": key_states,
+            "like_values": value_states,
+            "residual_window": self.config.residual_window,
+            "backend": self.config.backend,
+            "choose": plan.choose,
+        }
 
     def _count_new(self, tokens: int) -> None:
         """Take note of tokens just stored."""

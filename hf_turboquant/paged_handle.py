@@ -58,10 +58,7 @@ class PagedHandle(KVHandle):
     def materialize(self) -> torch.Tensor:
         """Rebuild the dense tensor, request behind request."""
         parts = [materialize(read.view, which=self.which, backend=self.backend) for read in self.reads]
-        dense = torch.cat(parts, dim=2)
-        if len(self.dims) == 5:
-            return dense[:, :, None].expand(self.dims)
-        return dense if self.repeats == 1 else dense.repeat_interleave(self.repeats, dim=1)
+        return self.seen(torch.cat(parts, dim=2))
 
     def like(self, shape: tuple[int, ...], repeats: int) -> PagedHandle:
         """Return a handle on the same tokens, seen in another shape."""

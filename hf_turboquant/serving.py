@@ -17,13 +17,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import BackendUnavailableError, ConfigError, UnsupportedModelError
+from hf_turboquant.generation import PatchedMethod
 from hf_turboquant.layer_choice import settings_for
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.paged_store import check_pages
@@ -72,30 +72,19 @@ class ServingReport:
         )
 
 
-class PatchedServing:
-    """What :func:`patch_serving` returns; as a context manager it undoes the change on exit."""
+class PatchedServing(PatchedMethod):
+    """What :func:`patch_serving` returns; as a context manager it undoes the change on exit.
+
+    Engines made before that keep their pages.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        super().__init__(model, _METHOD)
         self.engines: list[Any] = []
-        self._previous = model.__dict__.get(_METHOD, _NOT_GIVEN)
 
     def __enter__(self) -> PatchedServing:
         """Return this object."""
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Undo the change."""
-        self.undo()
-
-    def undo(self) -> None:
-        """Let the model serve as before; engines already made keep their pages. A second call does nothing."""
-        if self._previous is _NOT_GIVEN:
-            self.model.__dict__.pop(_METHOD, None)
-        else:
-            self.model.__dict__[_METHOD] = self._previous
 
     def report(self) -> ServingReport:
         """Say what pages took and how they were read, over all engines made since the patch."""

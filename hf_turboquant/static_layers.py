@@ -184,17 +184,8 @@ class TurboQuantStaticLayer(TurboQuantLayer):
         """Do nothing: see :meth:`offload`."""
 
     def _new_store(self, plan: CodecPlan, key_states: torch.Tensor, value_states: torch.Tensor) -> KVStore:
-        return StaticStore(
-            plan.initial.keys,
-            plan.initial.values,
-            like_keys=key_states,
-            like_values=value_states,
-            sink_tokens=self.config.sink_tokens,
-            residual_window=self.config.residual_window,
-            backend=self.config.backend,
-            choose=plan.choose,
-            max_cache_len=self.max_cache_len,
-        )
+        options = self._store_options(plan, key_states, value_states)
+        return StaticStore(**options, sink_tokens=self.config.sink_tokens, max_cache_len=self.max_cache_len)
 
 
 def is_registered(model_config: PreTrainedConfig) -> bool:

@@ -65,16 +65,8 @@ class TurboQuantSlidingLayer(TurboQuantLayer):
             TurboQuantLayer._select(self, torch.tensor(rows))
 
     def _new_store(self, plan: CodecPlan, key_states: torch.Tensor, value_states: torch.Tensor) -> KVStore:
-        store = WindowStore(
-            plan.initial.keys,
-            plan.initial.values,
-            like_keys=key_states,
-            like_values=value_states,
-            sliding_window=self.sliding_window,
-            residual_window=self.config.residual_window,
-            backend=self.config.backend,
-            choose=plan.choose,
-        )
+        options = self._store_options(plan, key_states, value_states)
+        store = WindowStore(**options, sliding_window=self.sliding_window)
         store.record_past = self.record_past
         return store
 

@@ -7,6 +7,7 @@ length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -143,9 +144,7 @@ def static_attend(
         return triton.static_attend(query, full, options, lengths)
     counts = lengths.tolist()
     if mask is not None:
-        options = AttendOptions(
-            scaling=scaling, mask=mask[..., : counts[Count.TOKENS]], softcap=softcap, sink_logits=sink_logits
-        )
+        options = replace(options, mask=mask[..., : counts[Count.TOKENS]])
     view = exact_view(known, codecs, exact_keys, exact_values, arena, counts)
     return attend(query, view, options, backend=known.backend)
 

@@ -90,7 +90,7 @@ def test_model_gets_the_first_token_it_wants(smollm):
     tokenizer = byte_tokenizer()
     sample = make_sample(tokenizer, tokenizer("word. " * 9).input_ids, Cell(600, 50, 0))
     assert tokenizer.decode(sample.context).startswith("A special")
-    assert needles._first_ids(smollm[1]) == []
+    assert needles.first_tokens(smollm[1]) == []
 
     class WithFirst:
         bos_token_id = 7
@@ -98,7 +98,7 @@ def test_model_gets_the_first_token_it_wants(smollm):
         def __call__(self, text):
             return type("Encoding", (), {"input_ids": [7, 9]})
 
-    assert needles._first_ids(WithFirst()) == [7]
+    assert needles.first_tokens(WithFirst()) == [7]
 
 
 def test_length_without_room_is_refused(smollm, haystack):

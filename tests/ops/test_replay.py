@@ -143,7 +143,7 @@ def test_attend_repeats_what_it_would_bind(
         monkeypatch.setattr(fast, name, Kernel(getattr(fast, name), bound, []))
     monkeypatch.setattr(fast, "device_limits", lambda _: (90, 132))
     table = view.memo.get("block_table")
-    plan = fast._plan_of(query, later)
+    plan = fast.plan_of(query, later)
     fast._attend(query, later, OPTIONS, table, None, plan, out, allocated[1], replay.as_is)
     assert launches.started == bound
 

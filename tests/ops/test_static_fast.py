@@ -52,7 +52,7 @@ def error_of(store: Store, config: TurboQuantConfig, group: int = 4) -> float:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel run on the CPU. Launches do not overlap before sm_90, which the interpreter could not do."""
     monkeypatch.setattr(static_fast, "static_attend_kernel", EMULATED)
-    monkeypatch.setattr(static_fast, "device_limits", lambda _: (80, 2))
+    monkeypatch.setattr(fast_attend, "device_limits", lambda _: (80, 2))
 
 
 CONFIG = TurboQuantConfig(guard="off", key_bits=2, value_bits=2)

@@ -16,7 +16,7 @@ from hf_turboquant.ops.triton.attend_launch import BlockTable, matrices_or
 from hf_turboquant.ops.triton.fast_combine import fast_combine_kernel
 from hf_turboquant.ops.triton.fast_kernel import fast_attend_kernel
 from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table
-from hf_turboquant.ops.triton.fast_plan import MAX_SPLITS, FastPlan, fast_launch, fast_plan
+from hf_turboquant.ops.triton.fast_plan import MAX_SPLITS, FastPlan, combine_launch, fast_launch, fast_plan
 from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
 from hf_turboquant.ops.triton.launch import device_limits, device_of
 from hf_turboquant.ops.triton.replay import Launcher, Recorder, Replay, as_is
@@ -32,6 +32,8 @@ MIN_CAPABILITY = 80
 _HEAD_DIMS = (64, 128, 256)
 _NO_TABLE = LevelTable(0, 0, 1.0, 0.0)
 _LOG2E = 1.4426950408889634
+
+Pieces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capability: int) -> str:
@@ -102,16 +104,23 @@ def fast_attend(
     Returns:
         ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``.
     """
-    plan = plan or _plan_of(query, view)
-    out, scratch = _allocate(query, view, plan)
+    plan = plan or plan_of(query, view)
+    out, scratch = allocate(query, view, plan)
     _attend(query, view, options, block_table, lse, plan, out, scratch, as_is)
     return out
 
 
-def _allocate(query: torch.Tensor, view: KVView, plan: FastPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def allocate(query: torch.Tensor, view: KVView, plan: FastPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output and the bytes for what passes between the kernels."""
     out = query.new_empty(*query.shape[:3], view.values.format.head_dim)
     return out, torch.empty(_parts(view, plan)[-1], dtype=torch.uint8, device=query.device)
+
+
+def split_scratch(scratch: torch.Tensor, view: KVView, plan: FastPlan) -> tuple[Pieces, Pieces]:
+    """Return the parts of scratch bytes as tensors: partial results, peaks and totals; then the prepared query."""
+    pieces = [scratch[low:high] for low, high in itertools.pairwise(_parts(view, plan))]
+    partials = (pieces[0].view(torch.float32), pieces[1].view(torch.float32), pieces[2].view(torch.float32))
+    return partials, (pieces[3].view(torch.int8), pieces[4].view(torch.bfloat16), pieces[5].view(torch.float32))
 
 
 def _parts(view: KVView, plan: FastPlan) -> tuple[int, ...]:
@@ -142,11 +151,9 @@ def _attend(
 ) -> None:
     """Launch the three kernels."""
     keys, values = traits_of(view.keys.format), traits_of(view.values.format)
-    pieces = [scratch[low:high] for low, high in itertools.pairwise(_parts(view, plan))]
-    partials = (pieces[0].view(torch.float32), pieces[1].view(torch.float32), pieces[2].view(torch.float32))
-    prepared = (pieces[3].view(torch.int8), pieces[4].view(torch.bfloat16), pieces[5].view(torch.float32))
+    partials, prepared = split_scratch(scratch, view, plan)
     with device_of(query):
-        _prepare_query(query, view, options, plan, keys, prepared, launcher)
+        prepare_query(query, view, options, plan, _level_tables(view.keys), prepared, launcher)
         _launch(query, prepared, view, options, block_table, plan, keys, values, partials, launcher)
         _combine(out, lse, view, options, plan, partials, launcher)
 
@@ -199,15 +206,16 @@ def fast_attend_and_prepare(
     if logits is not None and not logits.is_contiguous():
         # the kernel reads a copy, which is made anew for every call
         return fast_attend(query, view, options, block_table=block_table), None
-    plan = _plan_of(query, view)
-    out, scratch = _allocate(query, view, plan)
+    plan = plan_of(query, view)
+    out, scratch = allocate(query, view, plan)
     recorder = Recorder(_fresh(query, out, scratch, options), ("tail_start", "tail_len"))
     _attend(query, view, options, block_table, None, plan, out, scratch, recorder)
     replay = recorder.replay()
     return out, None if replay is None else FastStep(replay, out.shape, scratch.numel())
 
 
-def _plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
+def plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
+    """Return the sizes of a call, which stay the same until the next block is packed."""
     num_rows = query.shape[1] // view.num_kv_heads * query.shape[2]
     capability, num_sms = device_limits(query.device)
     launch = fast_launch(traits_of(view.keys.format), traits_of(view.values.format), num_rows)
@@ -217,7 +225,7 @@ def _plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
         others=query.shape[0] * view.num_kv_heads,
         num_blocks=view.num_blocks,
         num_sinks=view.num_sinks,
-        # room instead of use: the sizes of the launches stay the same until the next block is packed
+        # room instead of use
         tail_len=view.tail_keys.shape[-2],
         num_sms=num_sms,
         capability=capability,
@@ -229,25 +237,25 @@ def _level_tables(codec: VectorCodec) -> list[LevelTable]:
     return [level_table(codec.tables.centroids[index], group.size) for index, group in enumerate(groups)]
 
 
-def _prepare_query(
+def prepare_query(
     query: torch.Tensor,
     view: KVView,
     options: AttendOptions,
     plan: FastPlan,
-    keys: VectorTraits,
-    prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    levels: list[LevelTable],
+    prepared: Pieces,
     launcher: Launcher = as_is,
 ) -> None:
     """Rotate and quantize the query; ``prepared`` gets its integers, its floats, and its scales."""
     batch, num_q_heads, q_len, head_dim = query.shape
     heads, tables = view.num_kv_heads, view.keys.tables
-    levels = [*_level_tables(view.keys), _NO_TABLE]
     rotation, order = matrices_or(tables, query, "rotation", "channel_order")
     launcher(quantize_query_kernel)[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
         query, order, rotation, *prepared, *query.stride()[:3],
         heads, num_q_heads // heads, q_len, options.scaling * _LOG2E, levels[0].unit,
-        levels[1].unit if keys.num_groups == 2 else 0.0,
-        K=keys, COLUMNS=32, HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap, num_warps=4,
+        levels[1].unit if len(levels) == 2 else 0.0,
+        K=traits_of(view.keys.format), COLUMNS=32,
+        HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap, num_warps=4,
     )  # fmt: skip
 
 
@@ -297,16 +305,14 @@ def _combine(
 ) -> None:
     batch, num_q_heads, q_len, head_dim = out.shape
     heads, tables = view.num_kv_heads, view.values.tables
-    splits = next_power_of_2(plan.num_splits)
-    # a program for every 32 channels while there are few rows: latency counts then, not work
-    columns = 32 if plan.num_rows * batch * heads <= 64 else head_dim
+    launch = combine_launch(plan, batch * heads, head_dim)
     overlap = {"launch_pdl": True} if plan.overlap else {}
-    launcher(fast_combine_kernel)[(head_dim // columns, plan.num_rows, batch * heads)](
+    launcher(fast_combine_kernel)[(head_dim // launch.columns, plan.num_rows, batch * heads)](
         *partials, *matrices_or(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, out if lse is None else lse,
         heads, num_q_heads // heads, q_len, plan.packed_splits, plan.num_splits,
-        HEAD_DIM=head_dim, SPLITS=splits, EXACT=next_power_of_2(max(plan.exact_splits, 1)),
-        COLUMNS=columns, STEP=32, HAS_ORDER=tables.channel_order is not None,
+        HEAD_DIM=head_dim, SPLITS=launch.splits, EXACT=next_power_of_2(max(plan.exact_splits, 1)),
+        COLUMNS=launch.columns, STEP=32, HAS_ORDER=tables.channel_order is not None,
         SINK_LOGITS=options.sink_logits is not None, LSE=lse is not None, OVERLAP=plan.overlap,
-        num_warps=8 if splits * head_dim <= 16384 else 16, **overlap,
+        num_warps=launch.num_warps, **overlap,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import triton
 
-from hf_turboquant.ops.triton.traits import VectorTraits
+from hf_turboquant.ops.triton.traits import VectorTraits, next_power_of_2
 
 MIN_TRITON = (3, 6)
 """First Triton whose Gluon the fast kernel was run with."""
@@ -69,6 +69,29 @@ class FastPlan:
     def num_splits(self) -> int:
         """Partial results of a row."""
         return self.packed_splits + self.exact_splits
+
+
+@dataclass(frozen=True)
+class CombineLaunch:
+    """How the merge of partial results is launched.
+
+    Attributes:
+        splits: Extent of the splits.
+        columns: Channels of a program.
+        num_warps: Warps in a program.
+    """
+
+    splits: int
+    columns: int
+    num_warps: int
+
+
+def combine_launch(plan: FastPlan, others: int, head_dim: int) -> CombineLaunch:
+    """Look up how results are merged; ``others`` is batch times KV heads."""
+    splits = next_power_of_2(plan.num_splits)
+    # a program for every 32 channels while there are few rows: latency counts then, not work
+    columns = 32 if plan.num_rows * others <= 64 else head_dim
+    return CombineLaunch(splits, columns, num_warps=8 if splits * head_dim <= 16384 else 16)
 
 
 def triton_obstacle() -> str:

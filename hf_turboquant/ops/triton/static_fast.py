@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 
+from hf_turboquant.ops.triton import fast_attend
 from hf_turboquant.ops.triton.attend_launch import matrices_or, rows_in_order
 from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table
-from hf_turboquant.ops.triton.fast_plan import FastPlan, fast_launch, fast_plan
-from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
-from hf_turboquant.ops.triton.launch import device_limits, device_of
+from hf_turboquant.ops.triton.fast_plan import FastPlan, combine_launch
+from hf_turboquant.ops.triton.launch import device_of
 from hf_turboquant.ops.triton.static_combine import static_combine_kernel
 from hf_turboquant.ops.triton.static_kernel import static_attend_kernel
 from hf_turboquant.ops.triton.traits import next_power_of_2, traits_of
@@ -31,45 +29,20 @@ def static_fast_attend(
         view: The store with the largest counts there can be, its tail behind its sinks.
         options: Scaling and sink logits.
         lengths: Counts, as ``ops.static_spec`` has them.
-        plan: Sizes, if not those of :func:`static_plan`.
+        plan: Sizes, if not those for the fullest store, which serve all.
 
     Returns:
         ``(batch, num_q_heads, 1, value head_dim)``, dtype of ``query``.
     """
     query = rows_in_order(query)
-    plan = plan or static_plan(query, view)
-    out = query.new_empty(*query.shape[:3], view.values.format.head_dim)
-    others = view.batch * view.num_kv_heads
-    rows = others * plan.num_splits * plan.num_rows
-    query_rows = others * plan.row_tiles * plan.launch.tiles * 4
-    key_dim = query.shape[3]
-    # partial results, peaks and totals; the query as integers, as floats, and its scales
-    sizes = (rows * out.shape[3] * 4, rows * 4, rows * 4, query_rows * key_dim * 2, query_rows * key_dim * 4)
-    starts = list(itertools.accumulate((-(-size // 16) * 16 for size in (*sizes, query_rows * 4)), initial=0))
-    scratch = torch.empty(starts[-1], dtype=torch.uint8, device=query.device)
-    kinds = (torch.float32, torch.float32, torch.float32, torch.int8, torch.bfloat16, torch.float32)
-    pieces = [scratch[low:high].view(kind) for (low, high), kind in zip(itertools.pairwise(starts), kinds, strict=True)]
+    plan = plan or fast_attend.plan_of(query, view)
+    out, scratch = fast_attend.allocate(query, view, plan)
+    partials, prepared = fast_attend.split_scratch(scratch, view, plan)
     with device_of(query):
-        _prepare_query(query, view, options, plan, pieces[3:])
-        _launch(query, view, options, plan, pieces, lengths)
-        _combine(out, view, options, plan, pieces[:3], lengths)
+        fast_attend.prepare_query(query, view, options, plan, _level_tables(view.keys), prepared)
+        _launch(query, prepared, view, options, plan, partials, lengths)
+        _combine(out, view, options, plan, partials, lengths)
     return out
-
-
-def static_plan(query: torch.Tensor, view: KVView) -> FastPlan:
-    """Return the sizes for the fullest store, which serve all."""
-    num_rows = query.shape[1] // view.num_kv_heads * query.shape[2]
-    capability, num_sms = device_limits(query.device)
-    return fast_plan(
-        launch=fast_launch(traits_of(view.keys.format), traits_of(view.values.format), num_rows),
-        num_rows=num_rows,
-        others=view.batch * view.num_kv_heads,
-        num_blocks=view.num_blocks,
-        num_sinks=view.num_sinks,
-        tail_len=view.tail_len,
-        num_sms=num_sms,
-        capability=capability,
-    )
 
 
 def _level_tables(codec: VectorCodec) -> list[LevelTable]:
@@ -82,27 +55,13 @@ def _level_tables(codec: VectorCodec) -> list[LevelTable]:
     return _LEVELS[codec.format]
 
 
-def _prepare_query(
-    query: torch.Tensor, view: KVView, options: AttendOptions, plan: FastPlan, prepared: list[torch.Tensor]
-) -> None:
-    batch, num_q_heads, q_len, head_dim = query.shape
-    heads, tables, keys = view.num_kv_heads, view.keys.tables, traits_of(view.keys.format)
-    levels = [*_level_tables(view.keys), _NO_TABLE]
-    rotation, order = matrices_or(tables, query, "rotation", "channel_order")
-    quantize_query_kernel[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
-        query, order, rotation, *prepared, *query.stride()[:3],
-        heads, num_q_heads // heads, q_len, options.scaling * _LOG2E, levels[0].unit,
-        levels[1].unit if keys.num_groups == 2 else 0.0,
-        K=keys, COLUMNS=32, HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap, num_warps=4,
-    )  # fmt: skip
-
-
 def _launch(
     query: torch.Tensor,
+    prepared: fast_attend.Pieces,
     view: KVView,
     options: AttendOptions,
     plan: FastPlan,
-    pieces: list[torch.Tensor],
+    partials: fast_attend.Pieces,
     lengths: torch.Tensor,
 ) -> None:
     batch, num_q_heads, q_len, _ = query.shape
@@ -114,7 +73,7 @@ def _launch(
     # without sinks there is no address of them
     sinks = (view.sink_keys, view.sink_values) if view.num_sinks else tails
     static_attend_kernel[(batch * heads, plan.num_splits, plan.row_tiles)](
-        query, *pieces[3:], arena, lengths, *sinks, *tails, *pieces[:3],
+        query, *prepared, arena, lengths, *sinks, *tails, *partials,
         *query.stride()[:3], *view.tail_keys.stride()[:3], *view.tail_values.stride()[:3],
         heads, num_q_heads // heads, q_len, plan.packed_splits, arena.stride(0),
         view.tail_keys.shape[2], options.scaling * _LOG2E,
@@ -132,21 +91,20 @@ def _combine(
     view: KVView,
     options: AttendOptions,
     plan: FastPlan,
-    partials: list[torch.Tensor],
+    partials: fast_attend.Pieces,
     lengths: torch.Tensor,
 ) -> None:
     batch, num_q_heads, q_len, head_dim = out.shape
     heads, tables = view.num_kv_heads, view.values.tables
-    splits = next_power_of_2(plan.num_splits)
-    # a program for every 32 channels while there are few rows: latency counts then, not work
-    columns = 32 if plan.num_rows * batch * heads <= 64 else head_dim
+    launch = combine_launch(plan, batch * heads, head_dim)
     overlap = {"launch_pdl": True} if plan.overlap else {}
-    static_combine_kernel[(head_dim // columns, plan.num_rows, batch * heads)](
+    static_combine_kernel[(head_dim // launch.columns, plan.num_rows, batch * heads)](
         *partials, *matrices_or(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, lengths,
         heads, num_q_heads // heads, q_len, plan.packed_splits, plan.num_splits,
-        HEAD_DIM=head_dim, SPLITS=splits, EXACT=next_power_of_2(plan.exact_splits), COLUMNS=columns, STEP=32,
-        HAS_ORDER=tables.channel_order is not None, SINK_LOGITS=options.sink_logits is not None, OVERLAP=plan.overlap,
+        HEAD_DIM=head_dim, SPLITS=launch.splits, EXACT=next_power_of_2(plan.exact_splits),
+        COLUMNS=launch.columns, STEP=32, HAS_ORDER=tables.channel_order is not None,
+        SINK_LOGITS=options.sink_logits is not None, OVERLAP=plan.overlap,
         EXACT_TOKENS=plan.launch.exact_tokens, W=plan.launch.num_warps,
-        num_warps=8 if splits * head_dim <= 16384 else 16, **overlap,
+        num_warps=launch.num_warps, **overlap,
     )  # fmt: skip
