@@ -185,7 +185,7 @@ def _restore_store(layer: TurboQuantLayer, facts: Facts, tensors: Tensors) -> No
     ]
     store._use(LayerCodecs(codecs[0], codecs[1], str(facts["guard"])), chosen=facts["chosen"])
     store.sink_keys, store.sink_values = tensors["sink_keys"], tensors["sink_values"]
-    store.tail_keys, store.tail_values = tensors["tail_keys"], tensors["tail_values"]
+    store.use_rings(tensors["tail_keys"], tensors["tail_values"])
     store.tail_start, store.tail_len, _ = facts["tail"]
     store.num_blocks, store.block_tokens = facts["num_blocks"], facts["block_tokens"]
     arenas = []

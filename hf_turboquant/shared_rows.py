@@ -47,8 +47,7 @@ class SharedRows:
         if rows == list(range(len(rows))):
             return 0
         index = torch.tensor(rows, device=store.tail_keys.device)
-        exact = ("sink_keys", "sink_values", "tail_keys", "tail_values")
-        store.replace_exact(**{name: getattr(store, name).index_select(0, index) for name in exact})
+        store.select_exact(index)
         self._classify_new(store)
         runs: list[tuple[int, Classes]] = []
         first = copied = 0

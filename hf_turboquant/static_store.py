@@ -135,6 +135,12 @@ class StaticStore(KVStore):
             self._view_sinks(self.sink_keys.shape[2])
             self.publish()
 
+    def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
+        """Write the token at once: graphs know this memory, and attention that is traced must only read it."""
+        view = super()._append_token(keys, values)
+        view.write_newest()
+        return view
+
     def select_batch(self, indices: torch.Tensor) -> None:
         """Keep, reorder or repeat sequences; with as many as before, in the memory they had."""
         self.synchronize()
@@ -143,7 +149,7 @@ class StaticStore(KVStore):
         self._memo, self._accepted = {}, ()
         if not self.allocated:
             self.sink_keys, self.sink_values = self._key_like, self._value_like
-            self.tail_keys, self.tail_values = self._key_like, self._value_like
+            self.use_rings(self._key_like, self._value_like)
             return
         old = self.buffers
         moved = (old[0], *(old[1 + which].index_select(which // 2, index) for which in range(3)))
@@ -253,7 +259,7 @@ class StaticStore(KVStore):
             torch._dynamo.mark_static_address(tensor, guard=False)
         self.buffers = spec.views(self.state)
         self._view_sinks(sinks)
-        self.tail_keys, self.tail_values = (exact[:, :, self.sink_tokens :] for exact in self.buffers[1:3])
+        self.use_rings(*(exact[:, :, self.sink_tokens :] for exact in self.buffers[1:3]))
         self.replace_arenas([self.buffers[3]])
 
     def _view_sinks(self, count: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from hf_turboquant.errors import CacheStateError, ShapeError, ValueRangeError
 from hf_turboquant.layout import BLOCK_TOKENS
-from hf_turboquant.ops import KVView, VectorCodec, extend_ring, quantize, ring_slices
+from hf_turboquant.ops import KVView, NewToken, VectorCodec, extend_ring, quantize, ring_slices
 from hf_turboquant.quantizers import LayerCodecs
 
 GROWTH_DIVISOR = 32
@@ -45,6 +45,7 @@ class KVStore:
 
     _memo: dict[str, Any]
     _last_frame: KVView | None
+    _newest: NewToken | None = None
     _accepted: tuple[object, ...]
 
     def __init__(
@@ -75,18 +76,41 @@ class KVStore:
         self.arenas: list[torch.Tensor] = []
         self.num_blocks = 0
         self.block_tokens: list[int] | None = None
-        self.tail_keys, self.tail_values = self._key_like, self._value_like
+        self.use_rings(self._key_like, self._value_like)
         self.tail_start = self.tail_len = 0
         self._renew()
         self._accepted = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of a copy what a backend keeps with these very tensors."""
-        return {**self.__dict__, "_memo": {}, "_last_frame": None}
+        self._write_newest()
+        return {**self.__dict__, "_newest": None, "_memo": {}, "_last_frame": None}
 
     def _use(self, codecs: LayerCodecs, *, chosen: bool) -> None:
         self.keys, self.values, self.guard = codecs.keys, codecs.values, codecs.note
         self._chosen = chosen
+
+    @property
+    def tail_keys(self) -> torch.Tensor:
+        """Ring of exact keys, ``(batch, num_kv_heads, slots, head_dim)``."""
+        self._write_newest()
+        return self._rings[0]
+
+    @property
+    def tail_values(self) -> torch.Tensor:
+        """Ring of exact values, likewise."""
+        self._write_newest()
+        return self._rings[1]
+
+    def use_rings(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take tensors as the rings."""
+        self._rings, self._newest = (keys, values), None
+
+    def _write_newest(self) -> None:
+        """Write the token that waits for the attention of its step, if that did not come."""
+        newest, self._newest = self._newest, None
+        if newest is not None:
+            newest.write()
 
     @property
     def batch(self) -> int:
@@ -122,6 +146,7 @@ class KVStore:
 
     def view(self) -> KVView:
         """Return what attention may read now. It is valid until the store next changes."""
+        self._write_newest()
         return self._frame().with_tail(self.tail_start, self.tail_len)
 
     def _frame(self) -> KVView:
@@ -130,14 +155,14 @@ class KVStore:
         if (
             frame is None
             or frame.memo is not self._memo
-            or frame.tail_keys is not self.tail_keys
+            or frame.tail_keys is not self._rings[0]
             or frame.sink_keys is not self.sink_keys
             or frame.keys is not self.keys
         ):
             counts = None if self.block_tokens is None else tuple(self.block_tokens)
             frame = self._last_frame = KVView(
                 self.keys, self.values, self.sink_keys, self.sink_values, self._arenas_in_order(), self.num_blocks,
-                counts, self.tail_keys, self.tail_values, self.tail_start, self.tail_len, self._memo,
+                counts, *self._rings, self.tail_start, self.tail_len, memo=self._memo,
             )  # fmt: skip
         return frame
 
@@ -168,7 +193,7 @@ class KVStore:
         """
         self._check(keys, values)
         count = keys.shape[-2]
-        if count == 1 and 0 < self.tail_len < min(self.tail_keys.shape[2], self.residual_window + BLOCK_TOKENS - 1):
+        if count == 1 and 0 < self.tail_len < min(self._rings[0].shape[2], self.residual_window + BLOCK_TOKENS - 1):
             return self._append_token(keys, values)
         before = self.view().with_exact(keys, values) if count > max(1, self.residual_window) else None
 
@@ -184,12 +209,13 @@ class KVStore:
         return before or self.view()
 
     def _append_token(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
-        """Put a token into the ring, which has room: what all but few decode steps do."""
+        """Give a token a slot in the ring, which has room: what all but few decode steps do."""
+        self._write_newest()
         frame = self._frame()
-        slot = (self.tail_start + self.tail_len) % self.tail_keys.shape[2]
-        extend_ring(keys, values, frame, slot, backend=self.backend)
+        slot = (self.tail_start + self.tail_len) % frame.tail_keys.shape[2]
+        self._newest = newest = NewToken(keys, values, self._rings, slot)
         self.tail_len += 1
-        return frame.with_tail(self.tail_start, self.tail_len)
+        return frame.with_tail(self.tail_start, self.tail_len, newest)
 
     def crop(self, count: int) -> None:
         """Forget the newest ``count`` tokens. What is left of a packed block stays readable as it is.
@@ -199,6 +225,7 @@ class KVStore:
         """
         if count > self.seq_len:
             raise CacheStateError(f"crop must remove at most the {self.seq_len} tokens held, got {count}")
+        self._write_newest()
         from_tail = min(count, self.tail_len)
         self.tail_len -= from_tail
         count -= from_tail
@@ -214,16 +241,16 @@ class KVStore:
     def select_batch(self, indices: torch.Tensor) -> None:
         """Keep, reorder or repeat sequences: row ``i`` becomes the old row ``indices[i]``."""
         index = indices.to(self.tail_keys.device)
-        for name in ("sink_keys", "sink_values", "tail_keys", "tail_values", "_key_like", "_value_like"):
-            setattr(self, name, getattr(self, name).index_select(0, index))
+        self.select_exact(index)
+        self._key_like, self._value_like = (t.index_select(0, index) for t in (self._key_like, self._value_like))
         self.arenas = [arena.index_select(1, index.to(arena.device)) for arena in self.arenas]
         self._accepted = ()
         self._renew()
 
-    def replace_exact(self, **tensors: torch.Tensor) -> None:
-        """Take other tensors with as many tokens for sinks and rings: ``sink_keys=...`` and so on."""
-        for name, tensor in tensors.items():
-            setattr(self, name, tensor)
+    def select_exact(self, index: torch.Tensor) -> None:
+        """Let row ``i`` of sinks and rings be the old row ``index[i]``, of as many rows."""
+        self.sink_keys, self.sink_values = (t.index_select(0, index) for t in (self.sink_keys, self.sink_values))
+        self.use_rings(self.tail_keys.index_select(0, index), self.tail_values.index_select(0, index))
         # a view kept would keep the old ones alive
         self._last_frame = None
 
@@ -325,15 +352,16 @@ class KVStore:
         if needed <= slots:
             return
         size = min(full, max(needed, 2 * slots, FIRST_SLOTS))
-        for name, like in (("tail_keys", self._key_like), ("tail_values", self._value_like)):
-            old = getattr(self, name)
+        rings = []
+        for old, like in ((self.tail_keys, self._key_like), (self.tail_values, self._value_like)):
             grown = torch.empty(*like.shape[:2], size, like.shape[3], dtype=like.dtype, device=like.device)
             written = 0
             for span in ring_slices(self.tail_start, self.tail_len, slots):
                 part = old[:, :, span]
                 grown[:, :, written : written + part.shape[2]] = part
                 written += part.shape[2]
-            setattr(self, name, grown)
+            rings.append(grown)
+        self.use_rings(*rings)
         self.tail_start = 0
 
     def _crop_blocks(self, count: int) -> None:

@@ -102,7 +102,7 @@ class WindowStore(KVStore):
 
     def _forget_tokens(self) -> None:
         self.arenas, self.num_blocks, self.block_tokens, self.first_slot = [], 0, None, 0
-        self.tail_keys, self.tail_values = self._key_like, self._value_like
+        self.use_rings(self._key_like, self._value_like)
         self.tail_start = self.tail_len = 0
         self._renew()
 

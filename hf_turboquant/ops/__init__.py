@@ -11,13 +11,14 @@ from hf_turboquant.errors import ShapeError
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import reference
 from hf_turboquant.ops.backend import Backend, BackendChoice, choose_backend, resolve_backend
-from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec, VectorTables, ring_slices
+from hf_turboquant.ops.view import AttendOptions, KVView, NewToken, VectorCodec, VectorTables, ring_slices
 
 __all__ = [
     "AttendOptions",
     "Backend",
     "BackendChoice",
     "KVView",
+    "NewToken",
     "VectorCodec",
     "VectorTables",
     "attend",
@@ -107,7 +108,7 @@ def dequantize(packed: torch.Tensor, codec: VectorCodec, *, backend: Backend | s
 def attend(
     query: torch.Tensor, view: KVView, options: AttendOptions, *, backend: Backend | str = Backend.AUTO
 ) -> torch.Tensor:
-    """Attend over the stored tokens of one layer.
+    """Attend over the stored tokens of one layer, and write the newest to its slot if it waits for that.
 
     Args:
         query: ``(batch, num_q_heads, q_len, head_dim)``; the query heads of a KV head are adjacent.
@@ -122,7 +123,7 @@ def attend(
         ShapeError: Query or mask do not fit the view.
         BackendUnavailableError: ``backend`` was named and cannot run on the device of ``query``.
     """
-    form = _form(backend, query, options)
+    form = _form(backend, query, view, options)
     step = view.prepared.find(form)
     if step is not None:
         # made after the checks below, for all calls of this form
@@ -142,17 +143,21 @@ def attend(
         result, step = triton.attend_and_prepare(query, view, options, block_table=table)
         view.prepared.keep(form, step)
         return result
+    view.write_newest()
     return torch.cat([reference.attend(*tile) for tile in _query_tiles(query, view, options)], dim=2)
 
 
-def _form(backend: Backend | str, query: torch.Tensor, options: AttendOptions) -> tuple[object, ...] | None:
+def _form(
+    backend: Backend | str, query: torch.Tensor, view: KVView, options: AttendOptions
+) -> tuple[object, ...] | None:
     """Return what calls must have in common to be prepared together; None for calls that are not prepared."""
     if not options.is_plain or query.shape[2] > MAX_STEP:
         return None
     logits = options.sink_logits
     extra = None if logits is None else (logits.shape, logits.stride(), logits.dtype, logits.device)
-    form = (query.shape, query.stride(), query.dtype, query.device)
-    return ("attend", backend, options.scaling, options.is_causal, extra, *form)
+    waiting = view.waiting
+    form = (query.shape, query.stride(), query.dtype, query.device, None if waiting is None else waiting.strides)
+    return (backend, options.scaling, options.is_causal, extra, *form)
 
 
 def _query_tiles(
@@ -194,17 +199,10 @@ def extend_ring(
         slot: Slot of the first new token.
         backend: Who copies.
     """
-    form = ("extend", backend, keys.shape, keys.stride(), keys.dtype, values.shape, values.stride(), values.dtype)
-    step = view.prepared.find(form)
-    if step is not None and step.run((keys, values), (slot,)):
-        return
     if resolve_backend(backend, keys.device).backend is Backend.TRITON:
         from hf_turboquant.ops import triton
 
-        if view.prepared.is_due(form):
-            view.prepared.keep(form, triton.append_and_prepare(keys, values, view, slot))
-        else:
-            triton.append(keys, values, view.tail_keys, view.tail_values, slot)
+        triton.append(keys, values, view.tail_keys, view.tail_values, slot)
         return
     written = 0
     keys, values = keys.detach(), values.detach()
@@ -226,6 +224,7 @@ def materialize(view: KVView, *, which: str, backend: Backend | str = Backend.AU
     Returns:
         ``(batch, num_kv_heads, seq_len, head_dim)`` in the dtype of the exact tokens.
     """
+    view.write_newest()
     keys = which == "keys"
     codec = view.keys if keys else view.values
     sinks, tail = (view.sink_keys, view.tail_keys) if keys else (view.sink_values, view.tail_values)

@@ -107,6 +107,55 @@ class PreparedCalls:
         self._prepared[form] = prepared
 
 
+class NewToken:
+    """The newest token of a layer, which has a slot in the rings and may not be written there yet.
+
+    Whoever attends over the token next writes it first: a kernel that is launched anyway, where there is one, which
+    saves a launch in every decode step of a layer.
+
+    Args:
+        keys: ``(batch, num_kv_heads, 1, head_dim)``.
+        values: The same; the last dimension may differ.
+        rings: Rings of keys and values, ``(batch, num_kv_heads, slots, head_dim)``.
+        slot: Slot of the token.
+
+    Attributes:
+        slot: Slot of the token.
+        states: Keys and values, the last dimension contiguous; None once the token is written.
+    """
+
+    __slots__ = ("_rings", "slot", "states")
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, rings: tuple[torch.Tensor, torch.Tensor], slot: int
+    ) -> None:
+        self.states: tuple[torch.Tensor, torch.Tensor] | None = (_in_order(keys), _in_order(values))
+        self._rings = rings
+        self.slot = slot
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Strides of keys and of values; empty once the token is written."""
+        return () if self.states is None else (self.states[0].stride(), self.states[1].stride())
+
+    def write(self) -> None:
+        """Write the token, if nobody has."""
+        if self.states is not None:
+            for ring, state in zip(self._rings, self.states, strict=True):
+                ring[:, :, self.slot] = state[:, :, 0]
+            self.written()
+
+    def written(self) -> None:
+        """Take note that the token is in the rings."""
+        self.states = None
+
+
+def _in_order(states: torch.Tensor) -> torch.Tensor:
+    """Return a tensor outside of autograd whose last dimension is contiguous."""
+    states = states.detach() if states.requires_grad else states
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
 @dataclass(frozen=True)
 class KVView:
     """The tokens of one layer that attention may read, oldest first. Read-only.
@@ -127,6 +176,7 @@ class KVView:
         tail_values: The same for values.
         tail_start: Slot of the oldest tail token.
         tail_len: Tail tokens; token ``i`` lies in slot ``(tail_start + i) % slots``.
+        newest: The last tail token, where its slot may not be written yet. Who reads the rings writes it first.
         memo: What a backend keeps with these arenas and blocks; the store empties it when they change.
         prepared: Calls prepared for these very tensors. A view made by :meth:`with_tail` shares them, any other view
             has its own.
@@ -143,22 +193,36 @@ class KVView:
     tail_values: torch.Tensor
     tail_start: int
     tail_len: int
+    newest: NewToken | None = field(default=None, compare=False, repr=False)
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     prepared: PreparedCalls = field(default_factory=PreparedCalls, init=False, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out of a copy what a backend keeps with these very tensors."""
-        return {**self.__dict__, "memo": {}, "prepared": PreparedCalls()}
+        self.write_newest()
+        return {**self.__dict__, "newest": None, "memo": {}, "prepared": PreparedCalls()}
 
-    def with_tail(self, start: int, length: int) -> KVView:
-        """Return a view that differs in ``tail_start`` and ``tail_len`` only, and knows all that this one knows."""
+    def with_tail(self, start: int, length: int, newest: NewToken | None = None) -> KVView:
+        """Return a view that differs in its tail only, and knows all that this one knows."""
         view = object.__new__(KVView)
         # a decode step makes one for each layer: a copy of the attributes costs a fraction of the constructor
-        view.__dict__.update(self.__dict__, tail_start=start, tail_len=length)
+        view.__dict__.update(self.__dict__, tail_start=start, tail_len=length, newest=newest)
         return view
+
+    @property
+    def waiting(self) -> NewToken | None:
+        """The last tail token while it is not in the rings; None when all are."""
+        newest = self.newest
+        return None if newest is None or newest.states is None else newest
+
+    def write_newest(self) -> None:
+        """See to it that the rings hold all tail tokens."""
+        if self.newest is not None:
+            self.newest.write()
 
     def with_exact(self, keys: torch.Tensor, values: torch.Tensor) -> KVView:
         """Return a view whose tail is the tail of this one and then other tokens, not a ring."""
+        self.write_newest()
         tails = []
         for tail, new in ((self.tail_keys, keys), (self.tail_values, values)):
             parts = [*(tail[:, :, span] for span in self.tail_slices()), new]

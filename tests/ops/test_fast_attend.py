@@ -10,7 +10,7 @@ import torch
 from hf_turboquant import TurboQuantConfig
 from hf_turboquant.codebook import load_codebook
 from hf_turboquant.layout import ChannelGroup, VectorFormat
-from hf_turboquant.ops import AttendOptions, KVView, VectorCodec, materialize, quantize, reference
+from hf_turboquant.ops import AttendOptions, KVView, NewToken, VectorCodec, materialize, quantize, reference
 from hf_turboquant.quantizers.mse import mse_codec, mse_tables
 
 plans = pytest.importorskip("hf_turboquant.ops.triton.fast_plan")
@@ -192,6 +192,27 @@ def test_room_behind_the_tail_is_not_read(tail):
     view = replace(view, tail_keys=rings[0], tail_values=rings[1], tail_start=100).with_tail(100, tail)
     assert fast.plan_of(torch.zeros(1, 4, 1, 64), view).exact_splits > 1
     assert run(view) < ROUNDING[torch.float16]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("head_dim", "group", "dtype"), [(64, 4, torch.float16), (128, 1, torch.bfloat16)], ids=str)
+def test_newest_token_is_written_and_read(head_dim, group, dtype):
+    """The slot of the token holds NaN until the launches of the step that attends over it."""
+    view = make_view(2, 2, head_dim=head_dim, heads=2, batch=2, dtype=dtype)
+    slot = (view.tail_start + view.tail_len - 1) % view.tail_keys.shape[2]
+    rings = [view.tail_keys, view.tail_values]
+    wanted = [ring.clone() for ring in rings]
+    # as a model hands them over: heads behind tokens
+    states = [ring[:, :, slot : slot + 1].transpose(1, 2).contiguous().transpose(1, 2) for ring in rings]
+    for ring in rings:
+        ring[:, :, slot] = torch.nan
+    waiting = view.with_tail(view.tail_start, view.tail_len, NewToken(*states, tuple(rings), slot))
+    query = torch.randn(2, 2 * group, 1, head_dim).to(dtype)
+    options = AttendOptions(scaling=head_dim**-0.5)
+    result = fast.fast_attend(query, waiting, options)
+    assert waiting.waiting is None
+    assert all(torch.equal(ring, kept) for ring, kept in zip(rings, wanted, strict=True))
+    assert relative_error(result, reference.attend(query.float(), view, options)) < ROUNDING[dtype]
 
 
 @pytest.mark.usefixtures("emulated")

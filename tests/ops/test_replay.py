@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hf_turboquant import TurboQuantConfig
-from hf_turboquant.ops import AttendOptions, attend, extend_ring
+from hf_turboquant.ops import AttendOptions, NewToken, attend
 from hf_turboquant.quantizers.mse import mse_codec
 from hf_turboquant.shared_rows import SharedRows
 from hf_turboquant.store import KVStore
@@ -27,7 +27,7 @@ plans = pytest.importorskip("hf_turboquant.ops.triton.fast_plan")
 if plans.triton_obstacle():
     pytest.skip(plans.triton_obstacle(), allow_module_level=True)
 
-from hf_turboquant.ops.triton import append_kernel, dispatch, replay  # noqa: E402
+from hf_turboquant.ops.triton import append_kernel, attend_launch, dispatch, replay  # noqa: E402
 from hf_turboquant.ops.triton import fast_attend as fast  # noqa: E402
 from tests.ops.cases import make_codec, make_view  # noqa: E402
 
@@ -148,27 +148,79 @@ def test_attend_repeats_what_it_would_bind(
     assert launches.started == bound
 
 
-def test_append_repeats_what_it_would_bind(launches: Launches) -> None:
+def make_token(view: Any, states: tuple[torch.Tensor, torch.Tensor] | None = None) -> NewToken:
+    """Return the last tail token of a view, before it is written."""
+    if states is None:
+        states = tuple(torch.randn(1, 1, 2, 128).bfloat16().transpose(1, 2) for _ in range(2))
+    slots = view.tail_keys.shape[2]
+    return NewToken(*states, (view.tail_keys, view.tail_values), (view.tail_start + view.tail_len - 1) % slots)
+
+
+def step_with_token(view: Any, start: int, length: int, states: Any = None) -> NewToken:
+    """Attend over a tail whose last token waits, and return the token."""
+    later = view.with_tail(start, length)
+    token = make_token(later, states)
+    attend(make_query(), view.with_tail(start, length, token), OPTIONS, backend="triton")
+    return token
+
+
+def test_token_is_written_by_the_launches_of_its_step(launches: Launches) -> None:
+    """Every argument of a repeated launch is that of an ordinary one, and there is none for the token."""
+    view, states = make_layer(), [make_token(make_layer()).states for _ in range(4)]
+    for length, pair in enumerate(states[:3], start=41):
+        assert step_with_token(view, 11, length, pair).states is None
+    assert [name for name, *_ in launches.started] == [
+        "quantize_query_kernel", "fast_attend_kernel", "fast_combine_kernel",
+    ]  # fmt: skip
+    assert len(launches.bound) == 6
+    started = launches.started[0][3]
+    later = view.with_tail(11, 43)
+    query, later = make_query(), view.with_tail(11, 43, make_token(later, states[2]))
+    plan = fast.plan_of(query, later)
+    fast._attend(query, later, OPTIONS, None, None, plan, *fast.allocate(query, later, plan), replay.as_is)
+    names = fast.quantize_query_kernel.arg_names
+    fresh = {"query_ptr", "order_ptr", "query8_ptr", "query16_ptr", "query_scale_ptr"}
+    for name, repeated, bound in zip(names, started, launches.bound[6][3], strict=True):
+        assert repeated == bound or name in fresh, name
+    assert started[names.index("keys_ptr")] == states[2][0].data_ptr()
+    assert started[names.index("tail_len")] == 43
+    assert started[names.index("APPEND")] is True
+
+
+def test_token_is_written_once(launches: Launches) -> None:
+    """Layers that share keys and values attend twice: by then the token has its place."""
     view = make_layer()
-    pairs = [[torch.randn(1, 1, 2, 128).bfloat16().transpose(1, 2) for _ in range(2)] for _ in range(4)]
-    for slot, pair in enumerate(pairs[:3]):
-        extend_ring(*pair, view, slot, backend="triton")
-    assert len(launches.bound) == 2
-    assert len(launches.started) == 1
-    append_kernel.append(*pairs[2], view.tail_keys, view.tail_values, 2)
-    assert launches.started[0] == launches.bound[-1]
+    for length in (41, 42, 43, 44):
+        later = view.with_tail(11, length, make_token(view.with_tail(11, length)))
+        for _ in range(2):
+            attend(make_query(), later, OPTIONS, backend="triton")
+    position = fast.quantize_query_kernel.arg_names.index("APPEND")
+    queries = [arguments for name, _, _, arguments in launches.started if name == "quantize_query_kernel"]
+    assert [arguments[position] for arguments in queries] == [True, False, True, False]
 
 
 def test_keys_and_values_of_one_storage(launches: Launches) -> None:
     """What lay in one storage when it was noted may lie apart later."""
     view = make_layer()
     fused = torch.randn(1, 1, 4, 128).bfloat16().transpose(1, 2)
-    for _ in range(2):
-        extend_ring(fused[:, :2], fused[:, 2:], view, 0, backend="triton")
+    for length in (41, 42):
+        step_with_token(view, 11, length, (fused[:, :2], fused[:, 2:]))
     apart = [torch.randn(1, 1, 2, 256).bfloat16()[..., :128].transpose(1, 2) for _ in range(2)]
     apart = [part.as_strided(fused[:, :2].shape, fused.stride()) for part in apart]
-    extend_ring(*apart, view, 5, backend="triton")
-    assert launches.started[0][3][:2] == [part.data_ptr() for part in apart]
+    step_with_token(view, 11, 43, tuple(apart))
+    first = fast.quantize_query_kernel.arg_names.index("keys_ptr")
+    assert launches.started[0][3][first : first + 2] == [part.data_ptr() for part in apart]
+
+
+def test_portable_kernel_writes_the_token_first(launches: Launches) -> None:
+    view, states = make_layer(), make_token(make_layer()).states
+    later = view.with_tail(11, 41, make_token(view.with_tail(11, 41), states))
+    attend_launch.write_newest(later)
+    attend_launch.write_newest(later)
+    assert later.waiting is None
+    append_kernel.append(*states, view.tail_keys, view.tail_values, 51)
+    assert len(launches.bound) == 2
+    assert launches.bound[0] == launches.bound[1]
 
 
 OTHER_CALLS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
@@ -242,6 +294,66 @@ def test_queries_outside_the_tail_are_refused(launches: Launches) -> None:
     step = view.prepared._prepared.popitem()[1]
     assert step.attend(query, view.with_tail(0, 4), options) is not None
     assert step.attend(query, view.with_tail(0, 3), options) is None
+
+
+# a token that waits for the attention of its step
+
+READERS: dict[str, Callable[[KVStore], Any]] = {
+    "view": lambda store: store.view(),
+    "crop": lambda store: store.crop(0),
+    "next": lambda store: add(store),
+    "chunk": lambda store: add(store, 3),
+    "copy": lambda store: copy.deepcopy(store),
+    "tensors": lambda store: list(store.tensors()),
+    "reorder": lambda store: SharedRows().reorder(store, [1, 0]),
+    "select": lambda store: store.select_batch(torch.tensor([0, 1])),
+    "ring": lambda store: store.tail_keys,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
+@pytest.mark.parametrize("window", [None, 700], ids=["full", "window"])
+def test_who_reads_the_store_finds_the_token(read: Callable[[KVStore], Any], window: int | None) -> None:
+    store = make_store(window)
+    add(store, 500)
+    add(store)
+    keys, values = torch.randn(2, 1, 1, 64), torch.randn(2, 1, 1, 64)
+    view = store.append(keys, values)
+    assert view.waiting is not None
+    read(store)
+    assert view.waiting is None
+    slot = (view.tail_start + view.tail_len - 1) % view.tail_keys.shape[2]
+    assert torch.equal(view.tail_keys[:, :, slot], keys[:, :, 0])
+    assert torch.equal(view.tail_values[:, :, slot], values[:, :, 0])
+
+
+def test_copy_keeps_the_token() -> None:
+    store = make_store()
+    add(store, 20)
+    keys = torch.randn(2, 1, 1, 64)
+    store.append(keys, keys)
+    assert torch.equal(copy.deepcopy(store).tail_keys[:, :, 16], keys[:, :, 0])
+
+
+def test_old_view_does_not_write_again() -> None:
+    """After a crop the slot belongs to another token, which a view of before must not overwrite."""
+    store, query = make_store(), torch.randn(2, 1, 1, 64)
+    add(store, 20)
+    old = add(store)
+    store.crop(1)
+    keys = torch.randn(2, 1, 1, 64)
+    store.append(keys, keys)
+    attend(query, old, OPTIONS, backend="reference")
+    assert torch.equal(store.tail_keys[:, :, 16], keys[:, :, 0])
+
+
+def test_token_of_a_graph_is_kept_without_it() -> None:
+    store = make_store()
+    add(store, 20)
+    keys = torch.randn(2, 1, 64, 1, requires_grad=True).transpose(2, 3)
+    token = store.append(keys, keys).waiting
+    assert token is not None
+    assert all(state.stride(-1) == 1 and not state.requires_grad for state in token.states or ())
 
 
 # what a store keeps, and when it lets go
@@ -352,10 +464,11 @@ def test_lengths_do_not_choose_binaries() -> None:
     asked = json.loads(done.stdout)
     assert all(len(constants) == len(set(constants)) for constants in asked.values())
     counts = {name: len(constants) for name, constants in asked.items()}
-    # with and without a table of blocks; a prompt and a token; results merged 16 and 32 at a time
+    # with and without a table of blocks; a prompt and a token; a query with and without a token that waits; results
+    # merged 16 and 32 at a time
     assert counts == {
         "append_kernel": 2, "attend_kernel": 1, "combine_kernel": 1, "quantize_kernel": 1,
-        "quantize_query_kernel": 1, "fast_attend_kernel": 2, "fast_combine_kernel": 2,
+        "quantize_query_kernel": 2, "fast_attend_kernel": 2, "fast_combine_kernel": 2,
     }  # fmt: skip
 
 
@@ -377,7 +490,7 @@ def test_repeated_launches_give_the_same_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_launches_of_a_decode_step() -> None:
-    """A decode step of a layer appends and attends in four launches."""
+    """A decode step of a layer appends and attends in three launches."""
     keys, values = (mse_codec(TurboQuantConfig(), 128, 4, torch.device("cuda"), transposed=t, centered=False)
                     for t in (False, True))  # fmt: skip
     like = torch.zeros(1, 2, 0, 128, device="cuda", dtype=torch.bfloat16)
@@ -395,4 +508,4 @@ def test_launches_of_a_decode_step() -> None:
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     ours = [name for name in names if any(part in name for part in ("append", "query", "attend", "combine"))]
-    assert len(ours) <= 4, names
+    assert len(ours) == 3, names

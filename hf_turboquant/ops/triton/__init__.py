@@ -13,7 +13,6 @@ from hf_turboquant.ops.triton.attend_launch import (
 )
 from hf_turboquant.ops.triton.dequantize_kernel import dequantize
 from hf_turboquant.ops.triton.dispatch import (
-    append_and_prepare,
     attend,
     attend_and_prepare,
     attend_with_lse,
@@ -27,7 +26,6 @@ __all__ = [
     "AttendResult",
     "BlockTable",
     "append",
-    "append_and_prepare",
     "attend",
     "attend_and_prepare",
     "attend_portable",

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from hf_turboquant.layout import BLOCK_TOKENS
+from hf_turboquant.ops.triton.append_kernel import append
 from hf_turboquant.ops.triton.attend_kernel import attend_kernel
 from hf_turboquant.ops.triton.combine_kernel import combine_kernel, rotate_query_kernel
 from hf_turboquant.ops.triton.launch import (
@@ -149,6 +150,7 @@ def attend_portable(
     Returns:
         ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``. Rows that may attend to nothing are zero.
     """
+    write_newest(view)
     batch, num_q_heads, q_len, _ = query.shape
     out = query.new_empty(batch, num_q_heads, q_len, view.values.format.head_dim)
     if not out.numel():
@@ -165,6 +167,14 @@ def attend_portable(
         _launch_attend(query, rotated, view, options, block_table, plan, (partial, peak, total), lengths)
         _launch_combine(out, lse, view, options, plan, (partial, peak, total))
     return out
+
+
+def write_newest(view: KVView) -> None:
+    """Write the newest token to its slot if it waits for that."""
+    newest = view.waiting
+    if newest is not None and newest.states is not None:
+        append(*newest.states, view.tail_keys, view.tail_values, newest.slot)
+        newest.written()
 
 
 def _plan(query: torch.Tensor, view: KVView, options: AttendOptions) -> _Plan:

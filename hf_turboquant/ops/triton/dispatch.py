@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_turboquant.ops.triton import attend_launch, replay
-from hf_turboquant.ops.triton.append_kernel import append
+from hf_turboquant.ops.triton import attend_launch
 from hf_turboquant.ops.triton.attend_launch import AttendResult, BlockTable, block_table_of, rows_in_order
 from hf_turboquant.ops.triton.fast_plan import triton_obstacle
 from hf_turboquant.ops.triton.launch import device_limits
@@ -84,25 +83,3 @@ def attend_and_prepare(
 
     block_table = block_table_of(view, block_table)
     return fast_attend.fast_attend_and_prepare(query, view, options, block_table=block_table)
-
-
-def append_and_prepare(keys: torch.Tensor, values: torch.Tensor, view: KVView, slot: int) -> replay.Replay | None:
-    """Write new tokens into the rings of a view.
-
-    Args:
-        keys: As for :func:`append`.
-        values: Likewise.
-        view: Its rings are written in place.
-        slot: Slot of the first new token.
-
-    Returns:
-        What repeats this for one token ``(keys, values)`` of the same form and a ``(slot,)``; None for more tokens and
-        where launches cannot be repeated.
-    """
-    tails = (view.tail_keys, view.tail_values)
-    if keys.shape[2] != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1 or triton_obstacle():
-        append(keys, values, *tails, slot)
-        return None
-    recorder = replay.Recorder((keys, values), ("slot",))
-    append(keys, values, *tails, slot, launcher=recorder)
-    return recorder.replay()

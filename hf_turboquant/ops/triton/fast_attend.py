@@ -1,5 +1,7 @@
 """Fast attend, the host side: three launches (quantize the query, read the store in parallel runs, merge the runs).
 
+The first of them also writes the newest token to its slot when it waits for that.
+
 The same operation on the same store as ``attend_launch.attend``, for the common cases on NVIDIA GPUs; ``supports`` says
 which those are.
 """
@@ -21,7 +23,7 @@ from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
 from hf_turboquant.ops.triton.launch import device_limits, device_of
 from hf_turboquant.ops.triton.replay import Launcher, Recorder, Replay, as_is
 from hf_turboquant.ops.triton.traits import VectorTraits, next_power_of_2, traits_of
-from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec
+from hf_turboquant.ops.view import AttendOptions, KVView, NewToken, VectorCodec
 
 MAX_ROWS = 64
 """Most query rows of a KV head (``group_size * q_len``); every eight of them read the codes again."""
@@ -156,6 +158,8 @@ def _attend(
         prepare_query(query, view, options, plan, _level_tables(view.keys), prepared, launcher)
         _launch(query, prepared, view, options, block_table, plan, keys, values, partials, launcher)
         _combine(out, lse, view, options, plan, partials, launcher)
+    if view.waiting is not None:
+        view.waiting.written()
 
 
 class FastStep:
@@ -177,7 +181,7 @@ class FastStep:
 
         Args:
             query: As the first, in shape, strides, dtype and device.
-            view: As the first, but for ``tail_start`` and ``tail_len``.
+            view: As the first, but for ``tail_start`` and ``tail_len``, and the states of a newest token that waits.
             options: As the first, but for the values of sink logits.
 
         Returns:
@@ -187,15 +191,22 @@ class FastStep:
             return None
         out = torch.empty(self._out_shape, dtype=query.dtype, device=query.device)
         scratch = torch.empty(self._num_bytes, dtype=torch.uint8, device=query.device)
-        done = self._replay.run(_fresh(query, out, scratch, options), (view.tail_start, view.tail_len))
-        return out if done else None
+        newest = view.waiting
+        fresh = _fresh(query, out, scratch, options, newest)
+        if not self._replay.run(fresh, (view.tail_start, view.tail_len)):
+            return None
+        if newest is not None:
+            newest.written()
+        return out
 
 
 def _fresh(
-    query: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, options: AttendOptions
+    query: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, options: AttendOptions, newest: NewToken | None
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors that are others in every step."""
-    return (query, out, scratch) if options.sink_logits is None else (query, out, scratch, options.sink_logits)
+    logits = () if options.sink_logits is None else (options.sink_logits,)
+    states = () if newest is None or newest.states is None else newest.states
+    return (query, out, scratch, *logits, *states)
 
 
 def fast_attend_and_prepare(
@@ -208,7 +219,7 @@ def fast_attend_and_prepare(
         return fast_attend(query, view, options, block_table=block_table), None
     plan = plan_of(query, view)
     out, scratch = allocate(query, view, plan)
-    recorder = Recorder(_fresh(query, out, scratch, options), ("tail_start", "tail_len"))
+    recorder = Recorder(_fresh(query, out, scratch, options, view.waiting), ("tail_start", "tail_len"))
     _attend(query, view, options, block_table, None, plan, out, scratch, recorder)
     replay = recorder.replay()
     return out, None if replay is None else FastStep(replay, out.shape, scratch.numel())
@@ -246,16 +257,24 @@ def prepare_query(
     prepared: Pieces,
     launcher: Launcher = as_is,
 ) -> None:
-    """Rotate and quantize the query; ``prepared`` gets its integers, its floats, and its scales."""
+    """Rotate and quantize the query; ``prepared`` gets its integers, its floats, and its scales.
+
+    A newest token that waits is written to its slot.
+    """
     batch, num_q_heads, q_len, head_dim = query.shape
     heads, tables = view.num_kv_heads, view.keys.tables
     rotation, order = matrices_or(tables, query, "rotation", "channel_order")
+    tails, waiting = (view.tail_keys, view.tail_values), view.waiting
+    states = tails if waiting is None or waiting.states is None else waiting.states
     launcher(quantize_query_kernel)[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
         query, order, rotation, *prepared, *query.stride()[:3],
         heads, num_q_heads // heads, q_len, options.scaling * _LOG2E, levels[0].unit,
         levels[1].unit if len(levels) == 2 else 0.0,
-        K=traits_of(view.keys.format), COLUMNS=32,
-        HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap, num_warps=4,
+        *states, *tails, view.tail_start, view.tail_len, max(tails[0].shape[2], 1),
+        *(stride for tensor in states for stride in tensor.stride()[:2]),
+        *(stride for tensor in tails for stride in tensor.stride()[:3]),
+        K=traits_of(view.keys.format), COLUMNS=32, HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap,
+        APPEND=waiting is not None, VALUE_COLUMNS=32 * view.values.format.head_dim // head_dim, num_warps=4,
     )  # fmt: skip
 
 

@@ -290,6 +290,10 @@ def fast_attend_kernel(
             K, V, KEY_BYTES, TILES, TABLE, AHEAD, OVERLAP, W,
         )  # fmt: skip
     else:
+        if OVERLAP:
+            # the launch before this one may have written the newest token
+            if pid_split == gl.num_programs(1) - 1:
+                wait_for_previous()
         batch = batch_head // num_heads
         head = batch_head % num_heads
         tiles = (num_sinks + EXACT_TOKENS - 1) // EXACT_TOKENS + (tail_len + EXACT_TOKENS - 1) // EXACT_TOKENS

@@ -1,4 +1,7 @@
-"""The query in the form the fast attend kernel multiplies: rotated, scaled, and in integers of two bytes."""
+"""The query in the form the fast attend kernel multiplies: rotated, scaled, and in integers of two bytes.
+
+The same launch writes the newest token into the rings, which the kernels after it read.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,24 @@ def _fragment_offset(channel, G: tl.constexpr):
 
 
 @triton.jit
+def _copy_channels(states_ptr, ring_ptr, START, COLUMNS: tl.constexpr):
+    """Copy some channels of one vector."""
+    channels = START + tl.arange(0, COLUMNS)
+    tl.store(ring_ptr + channels, tl.load(states_ptr + channels))
+
+
+@triton.jit(do_not_specialize=["tail_start", "tail_len"])
 def quantize_query_kernel(
     query_ptr, order_ptr, rotation_ptr, query8_ptr, query16_ptr, query_scale_ptr,
     stride_batch, stride_head, stride_row, num_heads, group_size, q_len, scaling, unit0, unit1,
+    keys_ptr, values_ptr, tail_keys_ptr, tail_values_ptr, tail_start, tail_len, tail_slots,
+    key_stride_batch, key_stride_head, value_stride_batch, value_stride_head,
+    tail_key_stride_batch, tail_key_stride_head, tail_key_stride_token,
+    tail_value_stride_batch, tail_value_stride_head, tail_value_stride_token,
     K: tl.constexpr, COLUMNS: tl.constexpr, HAS_ORDER: tl.constexpr, OVERLAP: tl.constexpr,
+    APPEND: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and quantize ``COLUMNS`` channels of one query row.
+    """Rotate and quantize ``COLUMNS`` channels of one query row, and write those of the newest token if it waits.
 
     Writes, in tiles of four rows: ``256 * high + low`` as signed bytes, times the scale the rotated query times the
     unit of each channel; the rotated query over the scale as a sum of two bfloat16; the scale. No channel of a rotated
@@ -91,3 +106,17 @@ def quantize_query_kernel(
     tl.store(target + DIM, (divided - coarse.to(tl.float32)).to(tl.bfloat16))
     if tl.program_id(2) == 0:
         tl.store(query_scale_ptr + tile * 4 + row, scale)
+
+    if APPEND:
+        if pid_row == 0:
+            slot = ((tail_start + tail_len - 1) % tail_slots).to(tl.int64)
+            key_ring = tail_keys_ptr + batch * tail_key_stride_batch + head * tail_key_stride_head
+            value_ring = tail_values_ptr + batch * tail_value_stride_batch + head * tail_value_stride_head
+            _copy_channels(
+                keys_ptr + batch * key_stride_batch + head * key_stride_head,
+                key_ring + slot * tail_key_stride_token, tl.program_id(2) * COLUMNS, COLUMNS,
+            )  # fmt: skip
+            _copy_channels(
+                values_ptr + batch * value_stride_batch + head * value_stride_head,
+                value_ring + slot * tail_value_stride_token, tl.program_id(2) * VALUE_COLUMNS, VALUE_COLUMNS,
+            )  # fmt: skip
