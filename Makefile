@@ -81,6 +81,11 @@ niah: $(VENV)/.dev  ## needles in 512 to 4096 tokens on the small model, and the
 figures: $(VENV)/.dev  ## every figure and table of README and docs, from the results there are
 	$(BIN)/python -m evals.figures $(ARGS)
 
+# the interpreter compiles nothing, and the environment may ask for it
+.PHONY: budget
+budget: $(VENV)/.dev  ## costs of kernels that tests/ops/compile_budget.json lacks, compiled for every GPU (ARGS=)
+	env -u TRITON_INTERPRET $(BIN)/python -m evals.compile_matrix --update --full --missing $(ARGS)
+
 .PHONY: notebooks
 notebooks: $(VENV)/.dev  ## examples/notebooks/*.ipynb from the .py beside them, executed
 	$(BIN)/python examples/notebooks/build.py

@@ -10,7 +10,8 @@ filled with random keys and values, and only decoding is timed. ``ms_per_token``
 ``forward_ms`` that of a plain loop of forward passes on the same cache. Static caches are compiled by ``generate()``
 itself, with CUDA graphs; their loop calls the step it compiled.
 
-Rows come in order of importance, and a row that fails says why. Bytes are those allocated beside the weights.
+Rows come in order of importance, and a row that fails says why. Bytes are those allocated beside the weights, graphs of
+a compiled step included; ``cache_bytes`` are those of the storages of the cache alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from triton import TritonError
 
 from evals import baselines
-from evals.common import RESULTS, PeakMemory, cache_argument
+from evals.common import RESULTS, PeakMemory, bytes_held, cache_argument
 from evals.speed_log import FAILED, OK, SKIPPED, ResultLog, quantiles
 from evals.throughput_capacity import capacity_rows
 from evals.throughput_models import (
@@ -122,6 +123,8 @@ def measure(model: Any, case: Case, *, prompt_tokens: int, steps: int = STEPS) -
     """Return the figures of a case that runs."""
     computed = case.computes_prompt(prompt_tokens)
     skip = COMPILED_WARM_TOKENS if case.is_static else WARM_TOKENS
+    # what an earlier row left, graphs above all, would be freed while this one runs, and count as less held
+    _clean()
     weights = allocated()
     with attention_of(model, case.cache):
         if computed:
@@ -147,6 +150,7 @@ def measure(model: Any, case: Case, *, prompt_tokens: int, steps: int = STEPS) -
         "tokens_per_s": 1000 * case.batch / times["p50"],
         "peak_bytes": peak.nbytes - weights if computed else None,
         "held_bytes": held,
+        "cache_bytes": None if case.cache in QUANTIZED else bytes_held(cache),
         "weight_bytes": weights,
         "steps": steps,
     }

@@ -11,7 +11,7 @@ from hf_turboquant.errors import UnsupportedModelError
 from hf_turboquant.handle import KVHandle, attend_handle, paired_view
 from hf_turboquant.ops import AttendOptions, attend
 from hf_turboquant.ops.view import dense_view
-from hf_turboquant.static_layers import ATTENTION_NAME, attend_store, take_store
+from hf_turboquant.static_layers import ATTENTION_NAME, StaticRecorder, attend_store, take_store
 
 NAME: Final = ATTENTION_NAME
 """Name under which attention and mask function are registered."""
@@ -67,9 +67,8 @@ def turboquant_attention(
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         options = AttendOptions(scaling=scaling, mask=attention_mask, softcap=softcap, sink_logits=s_aux)
         return attend_store(query, store, options).transpose(1, 2).contiguous(), None
-    if view is not None and attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
-        # made for a step that may be compiled: one column for every token there is room for
-        attention_mask = attention_mask[..., : key.shape[2]]
+    if view is not None and attention_mask is not None:
+        attention_mask = _without_room(attention_mask, key)
     plain = softcap is None and s_aux is None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if sparse or dropout or _needs_graph(query, key, value) or (view is None and plain):
@@ -102,6 +101,14 @@ def turboquant_attention(
         assert isinstance(key, KVHandle)
         out = attend_handle(query, key, options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _without_room(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Cut a mask that was made for a step that may be compiled: it has a column for every token there is room for."""
+    recorder = key.recorder if isinstance(key, KVHandle) else None
+    if isinstance(recorder, StaticRecorder) and mask.shape[-1] == recorder.max_cache_len:
+        return mask[..., : key.shape[2]]
+    return mask
 
 
 def _tensor(states: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import CacheStateError, UnsupportedModelError
+from hf_turboquant.handle import PathRecorder
 from hf_turboquant.layers import TurboQuantLayer
 from hf_turboquant.ops import AttendOptions
 from hf_turboquant.ops.static_ops import static_append, static_attend
@@ -45,6 +46,19 @@ class _Handover:
 _HANDOVER: Final = _Handover()
 
 
+class StaticRecorder(PathRecorder):
+    """Counter of a layer of fixed size, by which the attention knows a handle of such a layer.
+
+    Args:
+        layer_idx: As for :class:`PathRecorder`.
+        max_cache_len: Columns of a mask that was made for a step that may be compiled.
+    """
+
+    def __init__(self, layer_idx: int, max_cache_len: int) -> None:
+        super().__init__(layer_idx)
+        self.max_cache_len = max_cache_len
+
+
 class TurboQuantStaticLayer(TurboQuantLayer):
     """Compressed full-attention layer with room for a fixed number of tokens.
 
@@ -61,6 +75,7 @@ class TurboQuantStaticLayer(TurboQuantLayer):
         self.max_cache_len = max_cache_len
         self._model_config = model_config
         super().__init__(config, layer_idx)
+        self.recorder = StaticRecorder(layer_idx, max_cache_len)
 
     @property
     def store(self) -> StaticStore | None:
@@ -86,6 +101,12 @@ class TurboQuantStaticLayer(TurboQuantLayer):
         """Whether a step may be compiled as far as this layer goes."""
         store = self._static
         return store is None or store.compileable or not store.allocated
+
+    @property
+    def full(self) -> bool:
+        """Whether the host knows that there is no room for another token."""
+        store = self._static
+        return store is not None and not store.stale and store.seq_len >= self.max_cache_len
 
     def before_step(self) -> None:
         """Raise if a compiled step would find no room."""
@@ -209,6 +230,9 @@ def may_compile(layers: Sequence[Any], model_config: PreTrainedConfig) -> bool:
     tracing = torch.compiler.is_compiling()
     if own and not tracing:
         own[0].before_step()
+        if own[0].full:
+            # a step that is not compiled raises before it stores anything; the flag a graph is guarded by stays
+            return False
     if own and not is_registered(model_config):
         if not tracing:
             _say_not_enabled()

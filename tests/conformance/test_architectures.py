@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 
-from evals import conformance, conformance_models, conformance_vision
+from evals import conformance, conformance_models, conformance_table, conformance_vision
+from evals.common import RESULTS
 from evals.conformance import CAUSAL_MODES, EXACT, Outcome
 
 REPRESENTATIVES = {
@@ -113,3 +114,10 @@ def test_every_vision_language_model_has_an_image_in_its_prompt() -> None:
     for name in VISION:
         _, inputs = conformance_vision.MODELS[name]()
         assert (inputs["input_ids"] == conformance_vision.IMAGE).any()
+
+
+def test_the_page_says_what_the_results_say(tmp_path, monkeypatch) -> None:
+    page = conformance_table.TARGET.read_text(encoding="utf-8")
+    monkeypatch.setattr(conformance_table, "TARGET", tmp_path / "models.md")
+    conformance_table.write_table(RESULTS)
+    assert (tmp_path / "models.md").read_text(encoding="utf-8") == page

@@ -29,7 +29,7 @@ from evals.longbench_data import (
 from evals.longbench_metrics import score
 from evals.longbench_report import PAPER_ROWS, summarize, tables
 from evals.make_longbench_mini import make
-from tests.helpers import byte_tokenizer, save_byte_model
+from tests.helpers import byte_tokenizer
 
 TASKS = tuple(sorted(path.stem for path in MINI.glob("*.jsonl")))
 SMALL = [
@@ -46,14 +46,6 @@ SMALL = [
     "--cache",
     "k2v2",
 ]
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    """Save a random model and a tokenizer, and return the directory."""
-    path = tmp_path_factory.mktemp("model")
-    save_byte_model(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

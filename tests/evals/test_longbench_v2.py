@@ -9,9 +9,6 @@ import pytest
 from evals import longbench_v2
 from evals.frame import EvalError
 from evals.longbench_v2 import extract_choice, load_items, summarize, table
-from tests.evals.test_longbench import tiny_model
-
-__all__ = ["tiny_model"]
 
 
 def a_row(index: int, **changes) -> dict:

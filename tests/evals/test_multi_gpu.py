@@ -15,7 +15,6 @@ import torch
 
 from evals import multi_gpu, multi_gpu_table
 from evals.common import ROOT
-from tests.helpers import save_byte_model
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
@@ -57,10 +56,9 @@ def test_two_processes_of_a_cpu_do_what_one_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same_needles(tmp_path: Path) -> None:
-    save_byte_model(tmp_path / "model")
+def test_two_processes_find_the_same_needles(tiny_model: str, tmp_path: Path) -> None:
     first_of_two: Any = SimpleNamespace(rank=0, size=2, first=lambda make: make())
-    (row,) = multi_gpu.needle(first_of_two, str(tmp_path / "model"), "400", "cpu", tmp_path)
+    (row,) = multi_gpu.needle(first_of_two, tiny_model, "400", "cpu", tmp_path)
     assert (row["part"], row["passed"], row["processes"]) == ("needle", True, 2)
     # three depths, with full precision and with one preset
     assert row["samples"] == 3 * 2

@@ -17,20 +17,12 @@ from evals import needles, niah, niah_report
 from evals.common import ROOT, read_results
 from evals.frame import EvalError
 from evals.needles import NEEDLES, Cell, haystack_ids, make_sample
-from tests.helpers import byte_tokenizer, save_byte_model
+from tests.helpers import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def haystack(smollm):
     return haystack_ids(smollm[1])
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    """Save a random model and a tokenizer, and return the directory."""
-    path = tmp_path_factory.mktemp("model")
-    save_byte_model(path)
-    return str(path)
 
 
 def answers(smollm, sample, *specs, needle="number", protocol="split"):

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from hf_turboquant import TurboQuantCache, disable, enable
-from hf_turboquant.attention import NAME
-from hf_turboquant.errors import UnsupportedModelError
-from tests.helpers import _COMMON, EXACT, TINY_CONFIGS, random_ids, tiny_model
+from hf_turboquant.attention import NAME, turboquant_attention
+from hf_turboquant.errors import ShapeError, UnsupportedModelError
+from tests.helpers import _COMMON, EXACT, TINY_CONFIGS, random_ids, random_kv, tiny_model
 
 SMALL = {**_COMMON, "head_dim": 16}
 
@@ -106,6 +106,25 @@ def test_a_long_second_turn_is_read_from_the_store(name: str) -> None:
             turns.append(greedy(model, cache, torch.cat([ids, random_ids(1, 200, seed=1)], dim=1)))
     assert torch.equal(*turns)
     assert cache.path_report().materialized_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("room", "columns", "served"),
+    [(None, 201, True), (None, 300, False), (300, 201, True), (300, 300, True), (300, 299, False)],
+    ids=["growing", "growing-too-long", "fixed", "fixed-with-room", "fixed-too-long"],
+)
+def test_only_the_room_of_a_fixed_cache_is_cut_from_a_mask(room: int | None, columns: int, served: bool) -> None:
+    model = tiny_model("llama")
+    cache = TurboQuantCache(model.config, max_cache_len=room)
+    cache.update(*random_kv(1, 2, 200, 16), 0)
+    keys, values = cache.update(*random_kv(1, 2, 1, 16), 0)
+    query, mask = torch.randn(1, 4, 1, 16), torch.ones(1, 1, 1, columns, dtype=torch.bool)
+    if served:
+        out, _ = turboquant_attention(model, query, keys, values, mask)
+        torch.testing.assert_close(out, turboquant_attention(model, query, keys, values, None)[0])
+    else:
+        with pytest.raises(ShapeError, match="mask must have shape"):
+            turboquant_attention(model, query, keys, values, mask)
 
 
 def test_disable_restores_what_was_there() -> None:

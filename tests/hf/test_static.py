@@ -239,12 +239,16 @@ def test_too_many_tokens_raise_before_they_are_stored():
 
 def test_generate_raises_when_a_compiled_step_would_be_one_too_many():
     model = enabled("llama")
+    cache = make(model, 25)
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
+    ids = random_ids(1, 20)
     with pytest.raises(CacheStateError, match="max_cache_len"):
-        model.generate(
-            random_ids(1, 20), past_key_values=make(model, 25), max_new_tokens=9, do_sample=False, compile_config=config
-        )
+        model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False, compile_config=config)
+    assert cache.get_seq_length() == 25
+    assert not cache.is_compileable
+    cache.crop(-1)
+    assert cache.is_compileable
 
 
 def test_compiled_steps_beyond_the_end_are_reported():
