@@ -13,11 +13,12 @@ import torch
 
 from hf_turboquant.config import TurboQuantConfig
 from hf_turboquant.errors import ConfigError
+from hf_turboquant.exact_tokens import FIRST_SLOTS
 from hf_turboquant.layout import BLOCK_TOKENS, VectorFormat
 from hf_turboquant.ops import VectorCodec
 from hf_turboquant.presets import resolve_config
 from hf_turboquant.quantizers import build_key_codec, build_value_codec
-from hf_turboquant.store import FIRST_SLOTS, GROWTH_DIVISOR
+from hf_turboquant.store import GROWTH_DIVISOR
 from hf_turboquant.window_store import window_pays
 
 GB: Final = 1000**3

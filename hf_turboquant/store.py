@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_turboquant.errors import CacheStateError, ShapeError, ValueRangeError
+from hf_turboquant.exact_tokens import ExactTokens
 from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops import KVView, NewToken, VectorCodec, extend_ring, quantize, ring_slices
 from hf_turboquant.quantizers import LayerCodecs
@@ -20,11 +21,8 @@ from hf_turboquant.quantizers import LayerCodecs
 GROWTH_DIVISOR = 32
 """A new arena holds one block for every so many already packed: growth steps of one thirty-second."""
 
-FIRST_SLOTS = 32
-"""Tokens a new exact window has room for."""
 
-
-class KVStore:
+class KVStore(ExactTokens):
     """Compressed keys and values of one layer.
 
     The first block that is quantized may decide how (``choose``); the codecs then stay until :meth:`reset`.
@@ -45,7 +43,6 @@ class KVStore:
 
     _memo: dict[str, Any]
     _last_frame: KVView | None
-    _newest: NewToken | None = None
     _accepted: tuple[object, ...]
 
     def __init__(
@@ -89,28 +86,6 @@ class KVStore:
     def _use(self, codecs: LayerCodecs, *, chosen: bool) -> None:
         self.keys, self.values, self.guard = codecs.keys, codecs.values, codecs.note
         self._chosen = chosen
-
-    @property
-    def tail_keys(self) -> torch.Tensor:
-        """Ring of exact keys, ``(batch, num_kv_heads, slots, head_dim)``."""
-        self._write_newest()
-        return self._rings[0]
-
-    @property
-    def tail_values(self) -> torch.Tensor:
-        """Ring of exact values, likewise."""
-        self._write_newest()
-        return self._rings[1]
-
-    def use_rings(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take tensors as the rings."""
-        self._rings, self._newest = (keys, values), None
-
-    def _write_newest(self) -> None:
-        """Write the token that waits for the attention of its step, if that did not come."""
-        newest, self._newest = self._newest, None
-        if newest is not None:
-            newest.write()
 
     @property
     def batch(self) -> int:
@@ -247,13 +222,6 @@ class KVStore:
         self._accepted = ()
         self._renew()
 
-    def select_exact(self, index: torch.Tensor) -> None:
-        """Let row ``i`` of sinks and rings be the old row ``index[i]``, of as many rows."""
-        self.sink_keys, self.sink_values = (t.index_select(0, index) for t in (self.sink_keys, self.sink_values))
-        self.use_rings(self.tail_keys.index_select(0, index), self.tail_values.index_select(0, index))
-        # a view kept would keep the old ones alive
-        self._last_frame = None
-
     def replace_arenas(self, arenas: list[torch.Tensor]) -> None:
         """Take other tensors with the same blocks for the arenas."""
         self.arenas = arenas
@@ -344,25 +312,6 @@ class KVStore:
             slot = (self.tail_start + self.tail_len) % slots
             extend_ring(keys, values, self._frame(), slot, backend=self.backend)
         self.tail_len += keys.shape[2]
-
-    def _ensure_slots(self, needed: int) -> None:
-        """Enlarge the ring to hold ``needed`` tokens, up to its full size of window and one block."""
-        full = self.residual_window + BLOCK_TOKENS
-        slots = self.tail_keys.shape[2]
-        if needed <= slots:
-            return
-        size = min(full, max(needed, 2 * slots, FIRST_SLOTS))
-        rings = []
-        for old, like in ((self.tail_keys, self._key_like), (self.tail_values, self._value_like)):
-            grown = torch.empty(*like.shape[:2], size, like.shape[3], dtype=like.dtype, device=like.device)
-            written = 0
-            for span in ring_slices(self.tail_start, self.tail_len, slots):
-                part = old[:, :, span]
-                grown[:, :, written : written + part.shape[2]] = part
-                written += part.shape[2]
-            rings.append(grown)
-        self.use_rings(*rings)
-        self.tail_start = 0
 
     def _crop_blocks(self, count: int) -> None:
         """Forget the newest ``count`` packed tokens."""
