@@ -111,7 +111,7 @@ class TurboQuantLayer(CacheLayerMixin):
         store = self.store
         assert store is not None
         held, new = self.get_seq_length(), key_states.shape[-2]
-        visible = self.visible_tokens + new
+        visible = (self.visible_tokens if self.is_sliding else held) + new
         grows_graph = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         past = self._dense_pair() if grows_graph and held else None
         try:

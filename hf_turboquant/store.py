@@ -100,7 +100,8 @@ class KVStore(ExactTokens):
     @property
     def seq_len(self) -> int:
         """Tokens held."""
-        return self.sink_keys.shape[-2] + self.packed_tokens + self.tail_len
+        packed = self.num_blocks * BLOCK_TOKENS if self.block_tokens is None else sum(self.block_tokens)
+        return self.sink_keys.shape[-2] + packed + self.tail_len
 
     @property
     def capacity_blocks(self) -> int:
@@ -139,6 +140,8 @@ class KVStore(ExactTokens):
                 self.keys, self.values, self.sink_keys, self.sink_values, self._arenas_in_order(), self.num_blocks,
                 counts, *self._rings, self.tail_start, self.tail_len, memo=self._memo,
             )  # fmt: skip
+            # counted now, the views of later steps know it too
+            _ = frame.packed_tokens
         return frame
 
     def _renew(self) -> None:

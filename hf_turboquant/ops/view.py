@@ -249,7 +249,7 @@ class KVView:
     @property
     def seq_len(self) -> int:
         """Tokens attention reads: sinks, packed and tail."""
-        return self.num_sinks + self.packed_tokens + self.tail_len
+        return self.sink_keys.shape[-2] + self.packed_tokens + self.tail_len
 
     @property
     def batch(self) -> int:
