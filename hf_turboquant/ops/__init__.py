@@ -151,13 +151,19 @@ def _form(
     backend: Backend | str, query: torch.Tensor, view: KVView, options: AttendOptions
 ) -> tuple[object, ...] | None:
     """Return what calls must have in common to be prepared together; None for calls that are not prepared."""
-    if not options.is_plain or query.shape[2] > MAX_STEP:
+    if query.shape[2] > MAX_STEP:
         return None
-    logits = options.sink_logits
+    seen: object = options.sliding_window is not None
+    mask, logits = options.mask, options.sink_logits
+    if mask is not None:
+        if mask.ndim != 4 or mask.stride(3) != 1:
+            return None
+        # its length and the strides that go with it change from step to step, as does the length of a window
+        seen = (mask.shape[:3], mask.dtype, mask.device)
     extra = None if logits is None else (logits.shape, logits.stride(), logits.dtype, logits.device)
     waiting = view.waiting
     form = (query.shape, query.stride(), query.dtype, query.device, None if waiting is None else waiting.strides)
-    return (backend, options.scaling, options.is_causal, extra, *form)
+    return (backend, options.scaling, options.is_causal, options.softcap, seen, extra, *form)
 
 
 def _query_tiles(

@@ -83,6 +83,10 @@ class VectorCodec:
     tables: VectorTables
 
 
+MAX_FORMS = 32
+"""Forms of calls that are counted for one layer before all are forgotten."""
+
+
 class PreparedCalls:
     """What a backend has prepared for calls that come again and again, by what those calls have in common.
 
@@ -99,6 +103,9 @@ class PreparedCalls:
 
     def is_due(self, form: Hashable) -> bool:
         """Count a call that found nothing prepared, and say whether it is the second of its form."""
+        if form not in self._calls and len(self._calls) == MAX_FORMS:
+            self._calls.clear()
+            self._prepared.clear()
         self._calls[form] = count = self._calls.get(form, 0) + 1
         return count == 2
 

@@ -1,6 +1,7 @@
 """Counts the binaries that decoding asks Triton for, without a GPU: arguments are bound as ever, nothing is compiled.
 
-``python -m tests.ops.binaries`` prints JSON: for each kernel, the constants of every binary asked for.
+``python -m tests.ops.binaries`` prints JSON: for each kernel, the constants of every binary asked for; "padded"
+marks those of a batch with a mask.
 """
 
 from __future__ import annotations
@@ -70,15 +71,31 @@ def decode(bits: tuple[int, int], tokens: int) -> None:
         attend(query, keys.tokens, AttendOptions(128**-0.5), backend="triton")
 
 
+def decode_padded(tokens: int) -> None:
+    """Append and attend with a mask that grows, token by token, in a layer of the portable kernel: float32."""
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=28, num_key_value_heads=4, head_dim=128, hidden_size=3584
+    )
+    cache = TurboQuantCache(config, key_bits=4, value_bits=4, residual_window=128, guard="off", backend="triton")
+    query, token = torch.zeros(3, 28, 1, 128), torch.zeros(3, 4, 1, 128)
+    prompt = torch.zeros(3, 4, 300, 128)
+    cache.update(prompt, prompt, 0)
+    for count in range(tokens):
+        keys, _ = cache.update(token, token, 0)
+        mask = torch.ones(3, 1, 1, 301 + count, dtype=torch.bool)
+        attend(query, keys.tokens, AttendOptions(128**-0.5, mask=mask), backend="triton")
+
+
 def main() -> None:
     """Decode with every launch bound and none made, and print what was asked for."""
     asked: dict[str, list[str]] = defaultdict(list)
+    case = ""
 
     def compile_nothing(
         self: JITFunction, key: str, signature: Any, device: Any, constants: Any, options: Any, *_: Any
     ) -> NoBinary:
         named = {self.arg_names[path[0]]: value for path, value in constants.items()}
-        asked[self.fn.__name__].append(f"{named} {options.num_warps}")
+        asked[case + self.fn.__name__].append(f"{named} {options.num_warps}")
         self.device_caches[device][0][key] = NoBinary()
         return self.device_caches[device][0][key]
 
@@ -95,6 +112,8 @@ def main() -> None:
         mock.patch("hf_turboquant.ops.view.PreparedCalls.is_due", return_value=False),
     ):
         decode((4, 4), TOKENS)
+        case = "padded "
+        decode_padded(300)
     sys.stdout.write(json.dumps(asked))
 
 

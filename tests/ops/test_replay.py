@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,11 +52,20 @@ class Binary:
         self.started.append((self.name, grid, stream, list(arguments)))
 
 
+def parameters(kernel: Any) -> list[Any]:
+    """Return what a kernel says of its parameters, which interpreted ones keep as it was given."""
+    if hasattr(kernel, "params"):
+        return list(kernel.params)
+    rules = ("do_not_specialize", "do_not_specialize_on_alignment")
+    named = {rule: kernel.kwargs.get(rule) or () for rule in rules}
+    return [SimpleNamespace(**{rule: name in named[rule] for rule in rules}) for name in kernel.arg_names]
+
+
 class Kernel:
     """A kernel that notes its launches as a binary would: all arguments by position, tensors as addresses."""
 
     def __init__(self, kernel: Any, bound: list[tuple[Any, ...]], started: list[tuple[Any, ...]]) -> None:
-        self.arg_names = list(kernel.arg_names)
+        self.arg_names, self.params = list(kernel.arg_names), parameters(kernel)
         self.name, self.bound, self.started = kernel.__name__, bound, started
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Binary]:
@@ -469,6 +479,8 @@ def test_lengths_do_not_choose_binaries() -> None:
     assert counts == {
         "append_kernel": 2, "attend_kernel": 1, "combine_kernel": 1, "quantize_kernel": 1,
         "quantize_query_kernel": 2, "fast_attend_kernel": 2, "fast_combine_kernel": 2,
+        "padded append_kernel": 2, "padded rotate_query_kernel": 1, "padded attend_kernel": 2,
+        "padded combine_kernel": 1, "padded quantize_kernel": 1,
     }  # fmt: skip
 
 

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from hf_turboquant.ops.triton.append_kernel import append
-from hf_turboquant.ops.triton.attend_launch import (
-    AttendResult,
-    BlockTable,
-    attend_portable,
-    build_block_table,
-    merge_results,
-    needs_block_table,
-)
+from hf_turboquant.ops.triton.attend_launch import AttendResult, attend_portable, merge_results
+from hf_turboquant.ops.triton.block_table import BlockTable, build_block_table, needs_block_table
 from hf_turboquant.ops.triton.dequantize_kernel import dequantize
 from hf_turboquant.ops.triton.dispatch import (
     attend,

@@ -71,13 +71,15 @@ def attend_and_prepare(
     Args:
         query: As for :func:`attend`.
         view: Stored tokens.
-        options: Scaling, causality and sink logits; :attr:`AttendOptions.is_plain`.
+        options: Scaling, mask and their kin.
         block_table: Table of the view's blocks where it needs one.
 
     Returns:
-        The result, and a ``FastStep``; None where every call needs launches of its own.
+        The result, and a ``FastStep`` or ``Step``; None where every call needs launches of its own.
     """
-    if query.stride(-1) != 1 or fast_obstacle(query, view, options):
+    if fast_obstacle(query, view, options):
+        return attend_launch.attend_portable_and_prepare(query, view, options, block_table=block_table)
+    if query.stride(-1) != 1 or not options.is_plain:
         return attend(query, view, options, block_table=block_table), None
     from hf_turboquant.ops.triton import fast_attend
 

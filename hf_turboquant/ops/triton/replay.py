@@ -19,6 +19,9 @@ from triton.compiler import CompiledKernel
 ALIGNMENT = 16
 """Bytes; whether an address is a multiple is part of what a binary is compiled for."""
 
+LARGEST_NUMBER = 2**31 - 1
+"""What fits the integers that binaries are compiled for; Triton compiles another for a larger one."""
+
 FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
 """Tritons whose binaries are known to start as :meth:`Replay.run` starts them; others bind every launch."""
 
@@ -61,7 +64,9 @@ class Recorder:
         self._numbers = {name: index for index, name in enumerate(numbers)}
         self._launches: list[_Launch] = []
         self._kept: list[torch.Tensor] = []
-        self._repeatable = _known_triton() and all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in fresh)
+        self._aligned: set[int] = set()
+        # of two at one address it could not be told which of them an argument is
+        self._repeatable = _known_triton() and len({tensor.data_ptr() for tensor in fresh}) == len(fresh)
 
     def __call__(self, kernel: Any) -> _Noted:
         """Return what stands for a kernel."""
@@ -69,9 +74,10 @@ class Recorder:
 
     def replay(self) -> Replay | None:
         """Return the launches so far; None when one cannot be repeated: interpreted, or on addresses not aligned."""
-        if not (self._repeatable and self._launches):
+        aligned = all(self._fresh[index].data_ptr() % ALIGNMENT == 0 for index in self._aligned)
+        if not (self._repeatable and self._launches and aligned):
             return None
-        return Replay(self._launches, self._kept, self._fresh[0].device.index)
+        return Replay(self._launches, self._kept, self._fresh[0].device.index, tuple(self._aligned))
 
     def note(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: Any) -> None:
         """Note one launch. Called by the stand-in of the kernel."""
@@ -88,8 +94,10 @@ class Recorder:
                 index = self._find(argument)
                 if index is None:
                     self._kept.append(argument)
-                else:
-                    pointers.append((position, index, argument.data_ptr() - self._fresh[index].data_ptr()))
+                    continue
+                pointers.append((position, index, argument.data_ptr() - self._fresh[index].data_ptr()))
+                if not kernel.params[position - len(first)].do_not_specialize_on_alignment:
+                    self._aligned.add(index)
         numbers = tuple(
             (position, self._numbers[name])
             for position, name in enumerate(kernel.arg_names, start=len(first))
@@ -100,10 +108,11 @@ class Recorder:
 
     def _find(self, argument: torch.Tensor) -> int | None:
         """Return which fresh tensor an argument is or lies in."""
-        storage = argument.untyped_storage().data_ptr()
+        storage, address = argument.untyped_storage().data_ptr(), argument.data_ptr()
         inside = [i for i, tensor in enumerate(self._fresh) if tensor.untyped_storage().data_ptr() == storage]
-        # keys and values may lie in one storage this time, and apart the next
-        return next((i for i in inside if self._fresh[i] is argument), inside[0] if inside else None)
+        # keys and values may lie in one storage this time, and apart the next; a mask is seen as bytes
+        same = (i for i in inside if self._fresh[i].data_ptr() == address)
+        return next(same, inside[0] if inside else None)
 
 
 @dataclass(frozen=True)
@@ -127,12 +136,16 @@ class Replay:
         launches: In order.
         kept: Tensors whose addresses are among the arguments; they live as long as this.
         device: Index of the device.
+        aligned: Indices of the fresh tensors whose addresses must be aligned.
     """
 
-    def __init__(self, launches: list[_Launch], kept: list[torch.Tensor], device: int | None) -> None:
+    def __init__(
+        self, launches: list[_Launch], kept: list[torch.Tensor], device: int | None, aligned: tuple[int, ...]
+    ) -> None:
         self._launches = launches
         self._kept = kept
         self._device = device
+        self._aligned = aligned
 
     def run(self, fresh: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
         """Repeat the launches on other tensors.
@@ -142,15 +155,17 @@ class Replay:
             numbers: In the place of the recorder's.
 
         Returns:
-            Whether it was done: not when an address is not aligned as the binaries need it, nor while a profiler
-            listens to Triton's launches.
+            Whether it was done: not when an address is not aligned or a number not as small as the binaries need it,
+            nor while a profiler listens to Triton's launches.
         """
         if _hooked():
             return False
         addresses = [tensor.data_ptr() for tensor in fresh]
-        for address in addresses:
-            if address % ALIGNMENT:
+        for index in self._aligned:
+            if addresses[index] % ALIGNMENT:
                 return False
+        if max(numbers, default=0) > LARGEST_NUMBER:
+            return False
         driver = triton.runtime.driver.active
         if driver.get_current_device() != self._device:
             with torch.cuda.device(self._device):
