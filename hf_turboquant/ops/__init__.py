@@ -138,7 +138,8 @@ def attend(
         if table is None and triton.needs_block_table(view):
             table = triton.build_block_table(view.arenas, view.num_blocks, view.block_tokens)
             view.memo["block_table"] = table
-        if form is None or not view.prepared.is_due(form):
+        # a token that waits is that of a decode step, and more will follow
+        if form is None or not (view.prepared.is_due(form) or view.waiting is not None):
             return triton.attend(query, view, options, block_table=table)
         result, step = triton.attend_and_prepare(query, view, options, block_table=table)
         view.prepared.keep(form, step)
