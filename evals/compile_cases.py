@@ -42,8 +42,10 @@ def _codec(
     )
     if kind in ("group", "qjl"):
         tables = VectorTables()
-    if kind in ("prod", "qjl"):
+    if kind == "qjl":
         tables = replace(tables, projection=square, projection_scale=0.1)
+    if kind == "prod":
+        tables = tables.with_projection(square, 0.1)
     fmt = VectorFormat(
         kind,
         head_dim,
@@ -182,6 +184,8 @@ def _add_attend(add: Callable[..., None], even: dict[str, Any]) -> None:
     for key_bits, value_bits in ((2, 2), (3, 3), (4, 4)):
         add(f"fast-k{key_bits}v{value_bits}-d128", _attend, *_pair(key_bits, value_bits, 128), fast=True)
     add("fast-split3v2-d128", _attend, *_pair(3, 2, 128, **even), fast=True)
+    for head_dim in (64, 128, 256):
+        add(f"fast-prod3v2-d{head_dim}", _attend, *_pair(2, 2, head_dim, kind="prod"), fast=True)
     add("fast-k4v4-d64", _attend, *_pair(4, 4, 64), fast=True)
     add("fast-k4v4-d256", _attend, *_pair(4, 4, 256), fast=True)
     add("fast-k4v4-d128-rows16", _attend, *_pair(4, 4, 128), rows=16, fast=True)

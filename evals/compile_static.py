@@ -30,6 +30,7 @@ def static_cases() -> dict[str, Callable[[], None]]:
     pairs = {
         "k2v2-d128": _pair(2, 2, 128),
         "k3v2-d128": _pair(3, 2, 128),
+        "prod3v2-d128": _pair(2, 2, 128, kind="prod"),
         "k4v4-d128": _pair(4, 4, 128),
         "k4v4-d64": _pair(4, 4, 64),
         "k4v4-d256": _pair(4, 4, 256),

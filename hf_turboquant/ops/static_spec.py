@@ -43,21 +43,20 @@ class CodecSpec:
     Attributes:
         format: How vectors are stored.
         tables: Groups of channels with centroids.
-        matrices: Which of rotation, projection and channel order there are.
+        matrices: Which of rotation, projection, channel order and query matrix there are.
         projection_scale: As in :class:`VectorTables`.
     """
 
     format: VectorFormat
     tables: int
-    matrices: tuple[bool, bool, bool]
+    matrices: tuple[bool, ...]
     projection_scale: float
 
     @classmethod
     def of(cls, codec: VectorCodec) -> CodecSpec:
         """Describe a codec."""
         tables = codec.tables
-        matrices = (tables.rotation, tables.projection, tables.channel_order)
-        there = (matrices[0] is not None, matrices[1] is not None, matrices[2] is not None)
+        there = tuple(matrix is not None for matrix in _matrices(tables))
         return cls(codec.format, len(tables.centroids), there, tables.projection_scale)
 
     @property
@@ -77,7 +76,7 @@ class CodecSpec:
                 matrices[0],
                 matrices[1],
                 self.projection_scale,
-                matrices[2],
+                *matrices[2:],
             ),
         )
 
@@ -85,8 +84,12 @@ class CodecSpec:
 def codec_tensors(codec: VectorCodec) -> list[torch.Tensor]:
     """Return the tensors of a codec, in an order that :meth:`CodecSpec.codec` knows."""
     tables = codec.tables
-    matrices = (tables.rotation, tables.projection, tables.channel_order)
-    return [*tables.centroids, *tables.boundaries, *(matrix for matrix in matrices if matrix is not None)]
+    return [*tables.centroids, *tables.boundaries, *(matrix for matrix in _matrices(tables) if matrix is not None)]
+
+
+def _matrices(tables: VectorTables) -> tuple[torch.Tensor | None, ...]:
+    """Return what :attr:`CodecSpec.matrices` speaks of."""
+    return tables.rotation, tables.projection, tables.channel_order, tables.query_matrix
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class VectorTables:
             orthogonal.
         channel_order: ``(num_kv_heads, head_dim)`` int16, or None: channel ``channel_order[h, i]`` goes to place ``i``
             before the rotation. It belongs to one layer; everything else is shared.
+        query_matrix: ``(head_dim, 2 * head_dim)`` float32, of ``prod`` only: what takes a query to the factors of codes
+            and of signs at once, ``[rotation, projection_scale * rotation @ projection.T]``.
     """
 
     centroids: tuple[torch.Tensor, ...] = ()
@@ -37,6 +39,7 @@ class VectorTables:
     projection: torch.Tensor | None = None
     projection_scale: float = 0.0
     channel_order: torch.Tensor | None = None
+    query_matrix: torch.Tensor | None = None
 
     @cached_property
     def byte_tables(self) -> tuple[torch.Tensor | None, ...]:
@@ -53,6 +56,20 @@ class VectorTables:
         # what is derived from shared tensors is shared too
         ordered.__dict__["byte_tables"] = self.byte_tables
         return ordered
+
+    def with_projection(self, projection: torch.Tensor, scale: float) -> VectorTables:
+        """Return the tables of ``prod``: these, and what its signs need.
+
+        Args:
+            projection: As the attribute, on the device of the rotation.
+            scale: As ``projection_scale``.
+        """
+        assert self.rotation is not None
+        rotation = self.rotation.cpu().double()
+        matrix = torch.cat([rotation, scale * rotation @ projection.cpu().double().T], dim=1)
+        return replace(
+            self, projection=projection, projection_scale=scale, query_matrix=matrix.float().to(projection.device)
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> VectorTables:
         """Return the tables themselves: nothing writes to them."""

@@ -8,7 +8,6 @@ matrix times a rotation is one again.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -52,8 +51,6 @@ def _prod_tables(
     seed: int,
     device: torch.device,
 ) -> VectorTables:
-    return replace(
-        mse_tables(rotation, groups, seed, device),
-        projection=build_projection(projection, head_dim, seed).to(device),
-        projection_scale=projection_scale(projection, head_dim),
-    )
+    tables = mse_tables(rotation, groups, seed, device)
+    matrix = build_projection(projection, head_dim, seed).to(device)
+    return tables.with_projection(matrix, projection_scale(projection, head_dim))

@@ -112,7 +112,12 @@ def make_codec(
         projection_scale=projection_scale("gaussian", head_dim) if signs else 0.0,
         channel_order=None if order is None else order.to(device),
     )
-    return VectorCodec(fmt, tables if kind in ("group", "qjl") else _with_books(tables, groups, device))
+    if kind in ("group", "qjl"):
+        return VectorCodec(fmt, tables)
+    tables = _with_books(tables, groups, device)
+    if kind == "prod":
+        tables = tables.with_projection(tables.projection, tables.projection_scale)
+    return VectorCodec(fmt, tables)
 
 
 def _with_books(tables: VectorTables, groups: list[ChannelGroup], device: torch.device) -> VectorTables:

@@ -12,6 +12,7 @@ from hf_turboquant.codebook import load_codebook
 from hf_turboquant.layout import ChannelGroup, VectorFormat
 from hf_turboquant.ops import AttendOptions, KVView, NewToken, VectorCodec, materialize, quantize, reference
 from hf_turboquant.quantizers.mse import mse_codec, mse_tables
+from hf_turboquant.quantizers.prod import prod_codec
 
 plans = pytest.importorskip("hf_turboquant.ops.triton.fast_plan")
 if plans.triton_obstacle():
@@ -37,10 +38,18 @@ class Blocks:
 
 
 def make_codec(
-    bits: int | tuple[int, int], head_dim: int, *, transposed: bool, centered: bool, device: torch.device
+    bits: int | tuple[int, int],
+    head_dim: int,
+    *,
+    transposed: bool,
+    centered: bool,
+    device: torch.device,
+    projection: str | None = None,
 ) -> VectorCodec:
-    """Return an ``mse`` codec; two widths split the channels evenly."""
+    """Return an ``mse`` codec, or with a projection a ``prod`` codec; two widths split the channels evenly."""
     config = TurboQuantConfig()
+    if projection is not None:
+        return prod_codec(config.replace(projection=projection), head_dim, bits + 1, device, centered=centered)
     if isinstance(bits, int):
         return mse_codec(config, head_dim, bits, device, transposed=transposed, centered=centered)
     half = head_dim // 2
@@ -79,9 +88,10 @@ def make_view(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float16,
     snap: bool = True,
+    projection: str | None = None,
 ) -> KVView:
     """Return a layer of random tokens: channels of uneven strength around a common offset, a wrapped ring."""
-    keys = make_codec(key_bits, head_dim, transposed=False, centered=centered, device=device)
+    keys = make_codec(key_bits, head_dim, transposed=False, centered=centered, device=device, projection=projection)
     values = make_codec(value_bits, head_dim, transposed=True, centered=False, device=device)
     if snap:
         keys, values = snap_tables(keys), snap_tables(values)
@@ -113,7 +123,14 @@ def run(
     """Return the relative error of the fast kernel against the reference, the larger of outputs and lse."""
     device, head_dim = view.tail_keys.device, view.tail_keys.shape[-1]
     query = torch.randn(view.batch, view.num_kv_heads * group, q_len, head_dim, device=device).to(view.tail_keys.dtype)
-    options = AttendOptions(scaling=head_dim**-0.5, is_causal=True, sink_logits=sink_logits)
+    return error_of(query, view, block_table=block_table, sink_logits=sink_logits)
+
+
+def error_of(
+    query: torch.Tensor, view: KVView, *, block_table: object = None, sink_logits: torch.Tensor | None = None
+) -> float:
+    """Return the relative error of the fast kernel against the reference."""
+    options = AttendOptions(scaling=query.shape[-1] ** -0.5, is_causal=True, sink_logits=sink_logits)
     assert fast.supports(view, query, options, 90) == ""
     result = fast.fast_attend(query, view, options, block_table=block_table)
     expected = reference.attend(query.float(), view, options)
@@ -137,6 +154,12 @@ CASES = {
     "k42v3-d64": {"key_bits": (4, 2), "value_bits": 3, "head_dim": 64},
     "k31v2-d64": {"key_bits": (3, 1), "value_bits": 2, "head_dim": 64},
     "k24v4": {"key_bits": (2, 4), "value_bits": 4, "head_dim": 128},
+    "prod3v2": {"key_bits": 2, "value_bits": 2, "head_dim": 128, "projection": "gaussian", "centered": False},
+    "prod3v2-d64": {"key_bits": 2, "value_bits": 2, "head_dim": 64, "projection": "gaussian", "centered": False},
+    "prod3v2-d256": {"key_bits": 2, "value_bits": 2, "head_dim": 256, "projection": "gaussian", "blocks": 1},
+    "prod3v3-orthogonal": {"key_bits": 2, "value_bits": 3, "head_dim": 128, "projection": "orthogonal"},
+    "prod4v4": {"key_bits": 3, "value_bits": 4, "projection": "gaussian", "blocks": 1, "heads": 2},
+    "prod2v2": {"key_bits": 1, "value_bits": 2, "projection": "gaussian", "dtype": torch.bfloat16},
     "not_centered": {"key_bits": 2, "value_bits": 4, "centered": False},
     "head_dim_256": {"key_bits": 3, "value_bits": 2, "head_dim": 256, "blocks": 1},
     "bfloat16": {"key_bits": 2, "value_bits": 3, "dtype": torch.bfloat16, "heads": 2},
@@ -155,9 +178,22 @@ def test_emulated_kernel_equals_reference(case):
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("projection", [None, "gaussian"], ids=["mse", "prod"])
 @pytest.mark.parametrize(("group", "q_len"), [(1, 1), (8, 1), (3, 3), (16, 1)], ids=lambda n: str(n))
-def test_query_rows(group, q_len):
-    assert run(make_view(2, 2, blocks=2), group, q_len) < ROUNDING[torch.float16]
+def test_query_rows(group, q_len, projection):
+    assert run(make_view(2, 2, blocks=2, projection=projection), group, q_len) < ROUNDING[torch.float16]
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("projection", ["gaussian", "orthogonal"])
+def test_query_along_a_row_of_the_projection(projection):
+    """No other query has a channel as large: its integers fit in two bytes too."""
+    view = make_view(1, 2, blocks=1, batch=2, projection=projection)
+    tables = view.keys.tables
+    longest = int(tables.projection.norm(dim=1).argmax())
+    row = tables.rotation @ tables.projection[longest]
+    query = torch.stack([row, -row])[:, None, None].half()
+    assert error_of(query, view) < ROUNDING[torch.float16]
 
 
 @pytest.mark.usefixtures("emulated")
@@ -250,6 +286,7 @@ REASONS = {
     "one_bit": ({"value_bits": 1}, {}, 90, "values"),
     "float32": ({"dtype": torch.float32}, {}, 90, "float16"),
     "head_dim": ({"head_dim": 96}, {}, 90, "channels"),
+    "wide_prod": ({"head_dim": 96, "projection": "gaussian"}, {}, 90, "channels"),
 }
 
 
@@ -258,6 +295,18 @@ def test_supports_says_why_not(view, options, capability, word):
     made = make_view(**{"key_bits": 2, "value_bits": 2, "blocks": 1, **view}, snap=False)
     query = torch.zeros(1, 4, 1, made.tail_keys.shape[-1], dtype=made.tail_keys.dtype)
     assert word in fast.supports(made, query, AttendOptions(scaling=1.0, **options), capability)
+
+
+def test_prod_keys_that_are_not_served():
+    """Signs are the second group of channels; without the matrix that projects a query there is no factor for them."""
+    view, query = make_view(2, 2, blocks=1, projection="gaussian"), torch.zeros(1, 4, 1, 64, dtype=torch.float16)
+    fmt, tables = view.keys.format, view.keys.tables
+    split = replace(fmt, groups=(ChannelGroup(0, 32, 3), ChannelGroup(32, 32, 1)))
+    for codec, word in (
+        (VectorCodec(split, tables), "groups"),
+        (VectorCodec(fmt, replace(tables, query_matrix=None)), "query matrix"),
+    ):
+        assert word in fast.supports(replace(view, keys=codec), query, AttendOptions(scaling=1.0), 90)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 31, 255, 1023, 4095])

@@ -56,6 +56,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CONFIG = TurboQuantConfig(guard="off", key_bits=2, value_bits=2)
+PROD = CONFIG.replace(key_codec="prod", key_bits=3)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -65,12 +66,27 @@ def test_emulated_kernel_equals_reference(case):
     assert error_of(make_store(CONFIG, heads=1, dtype=torch.float16, **case), CONFIG) < 5e-3
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels around it run on the GPU")
+@pytest.mark.parametrize("centering", ["none", "block"])
+def test_emulated_kernel_reads_signs(centering):
+    config = PROD.replace(key_centering=centering)
+    assert error_of(make_store(config, heads=2, dtype=torch.float16, **CASES["wrapped"]), config) < 5e-3
+
+
+FORMATS = {
+    "k2v2": CONFIG,
+    "k3v2": CONFIG.replace(key_bits=3),
+    "k4v4": CONFIG.replace(key_bits=4, value_bits=4),
+    "prod3v2": PROD,
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("bits", [(2, 2), (3, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS.keys())
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_kernel_equals_reference_on_gpu(case, group, bits):
+def test_kernel_equals_reference_on_gpu(case, group, config):
     if device_limits(torch.device("cuda", 0))[0] < fast_attend.MIN_CAPABILITY:
         pytest.skip("needs compute capability 8.0")
-    config = CONFIG.replace(key_bits=bits[0], value_bits=bits[1])
     assert error_of(make_store(config, dtype=torch.bfloat16, head_dim=128, **case), config, group) < 1e-2

@@ -75,7 +75,7 @@ def attend_and_prepare(
         block_table: Table of the view's blocks where it needs one.
 
     Returns:
-        The result, and a ``FastStep`` or ``Step``; None where every call needs launches of its own.
+        The result, and a ``Step``; None where every call needs launches of its own.
     """
     if fast_obstacle(query, view, options):
         return attend_launch.attend_portable_and_prepare(query, view, options, block_table=block_table)

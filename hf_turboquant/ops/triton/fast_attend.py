@@ -9,6 +9,7 @@ which those are.
 from __future__ import annotations
 
 import itertools
+import math
 from functools import lru_cache
 
 import torch
@@ -17,13 +18,14 @@ from hf_turboquant.layout import VectorFormat
 from hf_turboquant.ops.triton.attend_launch import BlockTable, matrices_or
 from hf_turboquant.ops.triton.fast_combine import fast_combine_kernel
 from hf_turboquant.ops.triton.fast_kernel import fast_attend_kernel
-from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table
+from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table, sign_table
 from hf_turboquant.ops.triton.fast_plan import MAX_SPLITS, FastPlan, combine_launch, fast_launch, fast_plan
 from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
 from hf_turboquant.ops.triton.launch import device_limits, device_of
-from hf_turboquant.ops.triton.replay import Launcher, Recorder, Replay, as_is
+from hf_turboquant.ops.triton.replay import Launcher, Recorder, as_is
+from hf_turboquant.ops.triton.steps import STEP_NUMBERS, Step, fresh_tensors, step_numbers
 from hf_turboquant.ops.triton.traits import VectorTraits, next_power_of_2, traits_of
-from hf_turboquant.ops.view import AttendOptions, KVView, NewToken, VectorCodec
+from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec
 
 MAX_ROWS = 64
 """Most query rows of a KV head (``group_size * q_len``); every eight of them read the codes again."""
@@ -57,6 +59,8 @@ def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capabili
         return "the fast kernel is for packed blocks and there is none"
     if view.keys.tables.rotation is None or view.values.tables.rotation is None:
         return "the fast kernel is for rotated keys and values"
+    if view.keys.format.kind == "prod" and view.keys.tables.query_matrix is None:
+        return "the fast kernel needs the query matrix of prod keys, which VectorTables.with_projection makes"
     if num_rows > MAX_ROWS or not num_rows or not batch:
         return f"the fast kernel takes 1 to {MAX_ROWS} query rows for each KV head, got {num_rows}"
     if query.dtype not in (torch.float16, torch.bfloat16) or query.dtype != view.tail_keys.dtype:
@@ -73,14 +77,15 @@ def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capabili
 def _format_obstacle(keys: VectorFormat, values: VectorFormat) -> str:
     """Say what the kernel cannot read in a pair of formats; empty when it can read them."""
     for name, fmt, widths in (("keys", keys, (1, 2, 3, 4)), ("values", values, (2, 3, 4))):
-        if fmt.kind != "mse" or any(group.bits not in widths for group in fmt.groups):
-            return f"the fast kernel reads mse codes of {widths} bits as {name}, got others"
+        kinds = ("mse",) if fmt.transposed else ("mse", "prod")
+        if fmt.kind not in kinds or any(group.bits not in widths for group in fmt.groups):
+            return f"the fast kernel reads {' and '.join(kinds)} codes of {widths} bits as {name}, got others"
         if fmt.head_dim not in _HEAD_DIMS or any(group.size not in (32, *_HEAD_DIMS) for group in fmt.groups):
             return f"the fast kernel needs {name} of {_HEAD_DIMS} channels in equal groups, got {fmt.head_dim}"
         if fmt.norm_dtype != torch.float16:
             return f"the fast kernel needs float16 norms of {name}, got {fmt.norm_dtype}"
-    if len(keys.groups) > 2 or len(values.groups) != 1 or values.centered:
-        return "the fast kernel needs keys in one or two channel groups, and values in one and without block means"
+    if len(keys.groups) + (keys.kind == "prod") > 2 or len(values.groups) != 1 or values.centered:
+        return "the fast kernel needs keys in one or two groups, signs being one, and values in one and without means"
     return ""
 
 
@@ -133,10 +138,10 @@ def _parts(view: KVView, plan: FastPlan) -> tuple[int, ...]:
     """
     others = view.batch * view.num_kv_heads
     rows = others * plan.num_splits * plan.num_rows
-    query_channels = others * plan.row_tiles * plan.launch.tiles * 4 * view.keys.format.head_dim
-    query_rows = query_channels // view.keys.format.head_dim
+    query_rows = others * plan.row_tiles * plan.launch.tiles * 4
+    keys = traits_of(view.keys.format)
     sizes = (rows * view.values.format.head_dim * 4, rows * 4, rows * 4)
-    sizes += (query_channels * 2, query_channels * 4, query_rows * 4)
+    sizes += (query_rows * keys.operand_channels * 2, query_rows * keys.head_dim * 4, query_rows * 4)
     return tuple(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
 
 
@@ -155,63 +160,16 @@ def _attend(
     keys, values = traits_of(view.keys.format), traits_of(view.values.format)
     partials, prepared = split_scratch(scratch, view, plan)
     with device_of(query):
-        prepare_query(query, view, options, plan, _level_tables(view.keys), prepared, launcher)
+        prepare_query(query, view, options, plan, level_tables(view.keys), prepared, launcher)
         _launch(query, prepared, view, options, block_table, plan, keys, values, partials, launcher)
         _combine(out, lse, view, options, plan, partials, launcher)
     if view.waiting is not None:
         view.waiting.written()
 
 
-class FastStep:
-    """Attention of a decode step of one layer, for queries of one form, while the tensors of its view stay.
-
-    Args:
-        replay: The launches of the first step; fresh are what :func:`_fresh` returns, numbers the tail.
-        out: Shape of the output.
-        num_bytes: Bytes of scratch.
-    """
-
-    def __init__(self, replay: Replay, out: torch.Size, num_bytes: int) -> None:
-        self._replay = replay
-        self._out_shape = out
-        self._num_bytes = num_bytes
-
-    def attend(self, query: torch.Tensor, view: KVView, options: AttendOptions) -> torch.Tensor | None:
-        """Attend as :func:`fast_attend` does.
-
-        Args:
-            query: As the first, in shape, strides, dtype and device.
-            view: As the first, but for ``tail_start`` and ``tail_len``, and the states of a newest token that waits.
-            options: As the first, but for the values of sink logits.
-
-        Returns:
-            ``(batch, num_q_heads, q_len, value head_dim)``; None when this call needs launches of its own.
-        """
-        if view.tail_len < query.shape[2]:
-            return None
-        out = torch.empty(self._out_shape, dtype=query.dtype, device=query.device)
-        scratch = torch.empty(self._num_bytes, dtype=torch.uint8, device=query.device)
-        newest = view.waiting
-        fresh = _fresh(query, out, scratch, options, newest)
-        if not self._replay.run(fresh, (view.tail_start, view.tail_len)):
-            return None
-        if newest is not None:
-            newest.written()
-        return out
-
-
-def _fresh(
-    query: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, options: AttendOptions, newest: NewToken | None
-) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that are others in every step."""
-    logits = () if options.sink_logits is None else (options.sink_logits,)
-    states = () if newest is None or newest.states is None else newest.states
-    return (query, out, scratch, *logits, *states)
-
-
 def fast_attend_and_prepare(
     query: torch.Tensor, view: KVView, options: AttendOptions, *, block_table: BlockTable | None = None
-) -> tuple[torch.Tensor, FastStep | None]:
+) -> tuple[torch.Tensor, Step | None]:
     """Attend as :func:`fast_attend` does, and return what serves later calls of this form; None where nothing can."""
     logits = options.sink_logits
     if logits is not None and not logits.is_contiguous():
@@ -219,10 +177,15 @@ def fast_attend_and_prepare(
         return fast_attend(query, view, options, block_table=block_table), None
     plan = plan_of(query, view)
     out, scratch = allocate(query, view, plan)
-    recorder = Recorder(_fresh(query, out, scratch, options, view.waiting), ("tail_start", "tail_len"))
+    recorder = Recorder(fresh_tensors(query, out, scratch, options, view.waiting), STEP_NUMBERS)
     _attend(query, view, options, block_table, None, plan, out, scratch, recorder)
     replay = recorder.replay()
-    return out, None if replay is None else FastStep(replay, out.shape, scratch.numel())
+    return out, None if replay is None else Step(replay, out.shape, scratch.numel(), _numbers)
+
+
+def _numbers(query: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[int, ...] | None:
+    """Return the numbers of a step; None when not all queries are in the tail, which :func:`supports` refuses."""
+    return step_numbers(view, options) if view.tail_len >= query.shape[2] else None
 
 
 def plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
@@ -243,9 +206,21 @@ def plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
     )
 
 
-def _level_tables(codec: VectorCodec) -> list[LevelTable]:
+def level_tables(codec: VectorCodec) -> list[LevelTable]:
+    """Return the byte tables of the groups of :attr:`VectorTraits.operand_groups`. May wait for the device."""
     groups = codec.format.groups
-    return [level_table(codec.tables.centroids[index], group.size) for index, group in enumerate(groups)]
+    tables = [level_table(codec.tables.centroids[index], group.size) for index, group in enumerate(groups)]
+    return [*tables, sign_table()] if codec.format.kind == "prod" else tables
+
+
+def _largest_channel(levels: list[LevelTable], keys: VectorTraits) -> float:
+    """Return what no channel of a prepared query of norm 1, times its unit, exceeds."""
+    if keys.kind != "prod":
+        return max(table.unit for table in levels)
+    # the norm of a row of the projection, times its scale. A Gaussian row is longer than sqrt(head_dim) + 6 once in 1e8
+    # times, an orthogonal one, whose scale is the larger, never
+    reach = math.sqrt(math.pi / 2 / keys.head_dim) * (1 + 6 / math.sqrt(keys.head_dim))
+    return max(levels[0].unit, levels[1].unit * reach)
 
 
 def prepare_query(
@@ -262,18 +237,19 @@ def prepare_query(
     A newest token that waits is written to its slot.
     """
     batch, num_q_heads, q_len, head_dim = query.shape
-    heads, tables = view.num_kv_heads, view.keys.tables
-    rotation, order = matrices_or(tables, query, "rotation", "channel_order")
+    heads, tables, keys = view.num_kv_heads, view.keys.tables, traits_of(view.keys.format)
+    matrix, order = matrices_or(tables, query, "query_matrix" if keys.kind == "prod" else "rotation", "channel_order")
     tails, waiting = (view.tail_keys, view.tail_values), view.waiting
     states = tails if waiting is None or waiting.states is None else waiting.states
-    launcher(quantize_query_kernel)[(plan.row_tiles * plan.launch.tiles * 4, batch * heads, head_dim // 32)](
-        query, order, rotation, *prepared, *query.stride()[:3],
+    grid = (plan.row_tiles * plan.launch.tiles * 4, batch * heads, keys.operand_channels // 32)
+    launcher(quantize_query_kernel)[grid](
+        query, order, matrix, *prepared, *query.stride()[:3],
         heads, num_q_heads // heads, q_len, options.scaling * _LOG2E, levels[0].unit,
-        levels[1].unit if len(levels) == 2 else 0.0,
+        levels[1].unit if len(levels) == 2 else 0.0, _largest_channel(levels, keys),
         *states, *tails, view.tail_start, view.tail_len, max(tails[0].shape[2], 1),
         *(stride for tensor in states for stride in tensor.stride()[:2]),
         *(stride for tensor in tails for stride in tensor.stride()[:3]),
-        K=traits_of(view.keys.format), COLUMNS=32, HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap,
+        K=keys, COLUMNS=32, HAS_ORDER=tables.channel_order is not None, OVERLAP=plan.overlap,
         APPEND=waiting is not None, VALUE_COLUMNS=32 * view.values.format.head_dim // head_dim, num_warps=4,
     )  # fmt: skip
 
@@ -295,8 +271,8 @@ def _launch(
     arena = view.arenas[0]
     table = (arena, arena) if block_table is None else (block_table.addresses, block_table.counts)
     exact = (view.sink_keys, view.sink_values, view.tail_keys, view.tail_values)
-    key_levels = [*_level_tables(view.keys), _NO_TABLE]
-    (value_levels,) = _level_tables(view.values)
+    key_levels = [*level_tables(view.keys), _NO_TABLE]
+    (value_levels,) = level_tables(view.values)
     overlap = {"launch_pdl": True} if plan.overlap else {}
     launcher(fast_attend_kernel)[(batch * heads, plan.num_splits, plan.row_tiles)](
         query, *prepared, arena, *table, *exact, *partials, *query.stride()[:3],

@@ -115,11 +115,13 @@ def _unpack_row(words, shifts, low_table, high_table, G: gl.constexpr):
         high = word
         if G.bits == 3:
             high = words[WORDS + index]
+        # of high bits a lane takes every other one, of codes of one bit every other pair
+        shift = shifts[0] * 2 if G.bits == 1 else shifts[0]
         if HALF:
             word = word >> shifts[1]
-            high = high >> (shifts[0] + shifts[1])
+            high = high >> (shift + shifts[1])
         elif G.bits % 2 == 1:
-            high = high >> shifts[0]
+            high = high >> shift
         registers = registers + unpack(word, high, low_table, high_table, G.bits, HALF)
     return registers
 
@@ -153,19 +155,16 @@ def _group_products(
 
 @gluon.jit
 def load_key_block(part, lane_offsets, K: gl.constexpr, V: gl.constexpr):
-    """Load all of a block's keys that this lane reads: codes and norms of one or two channel groups."""
+    """Load all of a block's keys that this lane reads: codes and norms of one or two groups."""
     # an element of a tuple is a constant only by a name of its own
-    FIRST: gl.constexpr = K.groups[0]
-    words = (
-        _load_keys(part, lane_offsets[0], FIRST, V),
-        _load_norms(part, lane_offsets[2], K.norms, V),
-    )
-    if K.num_groups == 2:
-        SECOND: gl.constexpr = K.groups[1]
-        words = words + (
-            _load_keys(part, lane_offsets[1], SECOND, V),
-            _load_norms(part, lane_offsets[2], K.norms + 256, V),
-        )
+    FIRST: gl.constexpr = K.operand_groups[0]
+    FIRST_NORMS: gl.constexpr = K.operand_norms[0]
+    words = (_load_keys(part, lane_offsets[0], FIRST, V), _load_norms(part, lane_offsets[2], FIRST_NORMS, V))
+    if K.num_operand_groups == 2:
+        SECOND: gl.constexpr = K.operand_groups[1]
+        SECOND_NORMS: gl.constexpr = K.operand_norms[1]
+        others = (_load_keys(part, lane_offsets[1], SECOND, V), _load_norms(part, lane_offsets[2], SECOND_NORMS, V))
+        words = words + others
     return words
 
 
@@ -179,8 +178,8 @@ def block_scores(
     They are in units of the query scale: to be multiplied with it once, in the exponent.
     """
     WIDTH: gl.constexpr = V.groups[0].width
-    FIRST: gl.constexpr = K.groups[0]
-    SECOND: gl.constexpr = K.groups[K.num_groups - 1]
+    FIRST: gl.constexpr = K.operand_groups[0]
+    SECOND: gl.constexpr = K.operand_groups[K.num_operand_groups - 1]
     scores = ()
     for tile in gl.static_range(8):
         near, far = pick_halves(words[1][_word_of_tile(tile, WIDTH)], words[1][8 + _word_of_tile(tile, WIDTH)], parity)
@@ -188,7 +187,7 @@ def block_scores(
             words[0][2 * tile], words[0][2 * tile + 1], shifts, query, half[0], tables[0], tables[1],
             FIRST, TILES, 0, REGISTERS,
         )  # fmt: skip
-        if K.num_groups == 2:
+        if K.num_operand_groups == 2:
             other_near, other_far = pick_halves(
                 words[3][_word_of_tile(tile, WIDTH)], words[3][8 + _word_of_tile(tile, WIDTH)], parity
             )
@@ -199,7 +198,7 @@ def block_scores(
         for index in gl.static_range(TILES):
             near_score = fuse(products[2 * index], near, bias[index])
             far_score = fuse(products[2 * index + 1], far, bias[index])
-            if K.num_groups == 2:
+            if K.num_operand_groups == 2:
                 near_score = fuse(other[2 * index], other_near, near_score)
                 far_score = fuse(other[2 * index + 1], other_far, far_score)
             scores = scores + (near_score, far_score)

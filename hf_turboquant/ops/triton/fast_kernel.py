@@ -124,10 +124,10 @@ def _attend_packed(
 ):  # fmt: skip
     """Attend to blocks ``[low, high)``, every warp to each ``W``-th of them."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0])
-    FIRST: gl.constexpr = K.groups[0]
-    SECOND: gl.constexpr = K.groups[K.num_groups - 1]
+    FIRST: gl.constexpr = K.operand_groups[0]
+    SECOND: gl.constexpr = K.operand_groups[K.num_operand_groups - 1]
     VALUES: gl.constexpr = V.groups[0]
-    REGISTERS: gl.constexpr = K.head_dim // 16
+    REGISTERS: gl.constexpr = K.operand_channels // 16
     OTHER_START: gl.constexpr = FIRST.size // 16
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zeros(L, W)
     warp = gl.arange(0, W, layout=gl.SliceLayout(1, L))[:, None] + zeros(L, W)
@@ -168,14 +168,14 @@ def _attend_packed(
     totals = ()
     float_zero = gl.full([W, 32], 0.0, gl.float32, layout=L)
     for tile in gl.static_range(TILES):
-        address = query8_ptr.to(gl.int64) + (tile_base + tile) * (8 * K.head_dim) + lane * (4 * REGISTERS)
+        address = query8_ptr.to(gl.int64) + (tile_base + tile) * (8 * K.operand_channels) + lane * (4 * REGISTERS)
         query = query + load_words(address, REGISTERS, False)
         scales = scales + (gl.load(query_scale_ptr + (tile_base + tile) * 4 + t),)
         half = zeros(L, W)
         other_half = half
         if FIRST.bits == 4:
             half = half_totals(query, tile * REGISTERS, FIRST.size // 32, "s8.s8", L, W)
-        if K.num_groups == 2 and SECOND.bits == 4:
+        if K.num_operand_groups == 2 and SECOND.bits == 4:
             other_half = half_totals(query, tile * REGISTERS + OTHER_START, SECOND.size // 32, "s8.s8", L, W)
         half0 = half0 + (half,)
         half1 = half1 + (other_half,)

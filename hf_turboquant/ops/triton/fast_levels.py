@@ -21,8 +21,9 @@ class LevelTable:
     """Bytes of a codebook of 1 to 4 bits.
 
     Attributes:
-        low: Levels of selectors 0 to 3, the first in the lowest byte, as a signed 32-bit int.
-        high: Levels of selectors 4 to 7; 0 for 1 and 2 bits.
+        low: Levels of selectors 0 to 3, the first in the lowest byte, as a signed 32-bit int. 1-bit codes are looked up
+            in pairs: the levels of the first of a pair.
+        high: Levels of selectors 4 to 7; 0 for 2 bits, of 1-bit codes the levels of the second of a pair.
         unit: What one unit of a level is worth.
         excess: Relative increase of the mean squared error over the float table.
     """
@@ -63,6 +64,8 @@ def level_table(centroids: torch.Tensor, size: int) -> LevelTable:
     assert best is not None
     error, unit, levels = best
     distortion = 1.0 / size - 2 * sum(p * v * v for p, v in zip(masses, magnitudes, strict=True))
+    if bits == 1:
+        return _pair_table(levels[0], unit, error / distortion)
     if bits == 4:
         table = [~level for level in levels]
     else:
@@ -70,6 +73,17 @@ def level_table(centroids: torch.Tensor, size: int) -> LevelTable:
         signed = [-level for level in reversed(levels)] + levels
         table = [signed[code] for code in order]
     return LevelTable(_word(table[:4]), _word(table[4:]), unit, error / distortion)
+
+
+def sign_table() -> LevelTable:
+    """Return the bytes of signs: as large as can be, so that a unit is worth about what one of centroids is."""
+    return _pair_table(127, 1 / 127, 0.0)
+
+
+def _pair_table(level: int, unit: float, excess: float) -> LevelTable:
+    """Return the bytes of two codes of one bit that are looked up together, the first of which changes faster."""
+    first, second = ([sign * level for sign in signs] for signs in ((-1, 1, -1, 1), (-1, -1, 1, 1)))
+    return LevelTable(_word(first), _word(second), unit, excess)
 
 
 def _masses(centroids: list[float], size: int) -> list[float]:

@@ -107,7 +107,7 @@ def fast_launch(keys: VectorTraits, values: VectorTraits, num_rows: int) -> Fast
     tiles = 1 if num_rows <= 4 else 2
     if tiles == 2 or max(keys.head_dim, values.head_dim) > 128:
         return FastLaunch(tiles, num_warps=4, per_sm=2, ahead=False, max_registers=255)
-    lean = all(group.bits == 2 for group in (*keys.groups, *values.groups))
+    lean = all(group.bits == 2 for group in (*keys.operand_groups, *values.groups))
     return FastLaunch(tiles, num_warps=4, per_sm=3, ahead=lean, max_registers=168)
 
 

@@ -82,9 +82,8 @@ def start_next():
 def _unpack_assembly(bits, half):
     # $4 (or $2) the word; nibbles of a and b select: a the codes of even parts, b those of odd parts
     if half and bits == 1:
-        return """{ .reg .b32 a, b;
-            and.b32 a, $2, 0x1111;  shr.u32 b, $2, 2;  and.b32 b, b, 0x1111;
-            prmt.b32 $0, $3, 0, a;  prmt.b32 $1, $3, 0, b; }"""
+        return """{ .reg .b32 a;
+            and.b32 a, $2, 0x3333;  prmt.b32 $0, $3, 0, a;  prmt.b32 $1, $4, 0, a; }"""
     if half and bits == 2:
         return """{ .reg .b32 a, b;
             and.b32 a, $2, 0x3333;  shr.u32 b, $2, 2;  and.b32 b, b, 0x3333;
@@ -95,11 +94,10 @@ def _unpack_assembly(bits, half):
             and.b32 s, $3, 0x4444;  shr.u32 b, $2, 2;  lop3.b32 b, b, 0x3333, s, 0xEA;
             prmt.b32 $0, $4, $5, a;  prmt.b32 $1, $4, $5, b; }"""
     if bits == 1:
-        return """{ .reg .b32 a, b;
-            and.b32 a, $4, 0x11111111;  shr.u32 b, $4, 2;  and.b32 b, b, 0x11111111;
-            prmt.b32 $0, $5, 0, a;  prmt.b32 $1, $5, 0, b;
-            shr.u32 a, a, 16;  shr.u32 b, b, 16;
-            prmt.b32 $2, $5, 0, a;  prmt.b32 $3, $5, 0, b; }"""
+        # a table for each of two codes that lie side by side: neither needs to be alone in its nibble
+        return """{ .reg .b32 a;
+            and.b32 a, $4, 0x33333333;  prmt.b32 $0, $5, 0, a;  prmt.b32 $1, $6, 0, a;
+            shr.u32 a, a, 16;  prmt.b32 $2, $5, 0, a;  prmt.b32 $3, $6, 0, a; }"""
     if bits == 2:
         return """{ .reg .b32 a, b;
             and.b32 a, $4, 0x33333333;  shr.u32 b, $4, 2;  and.b32 b, b, 0x33333333;
@@ -128,18 +126,25 @@ def unpack(word, high, low_table, high_table, BITS: gl.constexpr, HALF: gl.const
 
     Args:
         word: int32, 16 codes of 2 bits (3 bits: their low two), or 8 codes of 4 bits. Unused for 1 bit.
-        high: 3 bits: int32 whose even bits are the high bits of the codes; 1 bit: the codes. Else unused.
-        low_table: int32, levels of codes 0 to 3.
-        high_table: int32, levels of codes 4 to 7; unused for 1 and 2 bits.
+        high: 3 bits: int32 whose even bits are the high bits of the codes; 1 bit: the codes, in the lower two bits of
+            each nibble. Else unused.
+        low_table: int32, levels of codes 0 to 3; 1 bit: levels of pairs of codes, by the first of them.
+        high_table: int32, levels of codes 4 to 7; 1 bit: levels of pairs, by the second code; unused for 2 bits.
         BITS: 1, 2, 3 or 4.
         HALF: Only the lower half word, not with 4 bits.
 
     Returns:
         4 level registers, or 2 for 4 bits or half a word. Levels of 4 bits are half a step below what they stand for.
     """
-    if HALF and BITS <= 2:
+    if HALF and BITS == 1:
         a, b = gl.inline_asm_elementwise(
-            _unpack_assembly(BITS, True), "=&r,=&r,r,r", [high if BITS == 1 else word, low_table],
+            _unpack_assembly(1, True), "=&r,=&r,r,r,r", [high, low_table, high_table],
+            dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        registers = (a, b)
+    elif HALF and BITS == 2:
+        a, b = gl.inline_asm_elementwise(
+            _unpack_assembly(2, True), "=&r,=&r,r,r", [word, low_table],
             dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b)
@@ -149,9 +154,15 @@ def unpack(word, high, low_table, high_table, BITS: gl.constexpr, HALF: gl.const
             dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b)
-    elif BITS <= 2:
+    elif BITS == 1:
         a, b, c, d = gl.inline_asm_elementwise(
-            _unpack_assembly(BITS, False), "=&r,=&r,=&r,=&r,r,r", [high if BITS == 1 else word, low_table],
+            _unpack_assembly(1, False), "=&r,=&r,=&r,=&r,r,r,r", [high, low_table, high_table],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        registers = (a, b, c, d)
+    elif BITS == 2:
+        a, b, c, d = gl.inline_asm_elementwise(
+            _unpack_assembly(2, False), "=&r,=&r,=&r,=&r,r,r", [word, low_table],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
         registers = (a, b, c, d)

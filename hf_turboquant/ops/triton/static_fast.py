@@ -6,7 +6,7 @@ import torch
 
 from hf_turboquant.ops.triton import fast_attend
 from hf_turboquant.ops.triton.attend_launch import matrices_or, rows_in_order
-from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table
+from hf_turboquant.ops.triton.fast_levels import LevelTable
 from hf_turboquant.ops.triton.fast_plan import FastPlan, combine_launch
 from hf_turboquant.ops.triton.launch import device_of
 from hf_turboquant.ops.triton.static_combine import static_combine_kernel
@@ -48,10 +48,7 @@ def static_fast_attend(
 def _level_tables(codec: VectorCodec) -> list[LevelTable]:
     """Return the byte tables of a codec. Its format decides them: the device is waited for once for each format."""
     if codec.format not in _LEVELS:
-        groups = codec.format.groups
-        _LEVELS[codec.format] = [
-            level_table(codec.tables.centroids[index], group.size) for index, group in enumerate(groups)
-        ]
+        _LEVELS[codec.format] = fast_attend.level_tables(codec)
     return _LEVELS[codec.format]
 
 

@@ -177,6 +177,27 @@ class VectorTraits:
         return GroupTraits(0, 0, self.head_dim, 1, self.signs, BLOCK_TOKENS, self.head_dim)
 
     @property
+    def operand_groups(self) -> tuple[GroupTraits, ...]:
+        """What products of the fast kernel sum over: groups with codes, and the signs of ``prod`` as one more."""
+        return (*self.groups, self.sign_traits) if self.kind == "prod" else self.groups
+
+    @property
+    def num_operand_groups(self) -> int:
+        """How many :attr:`operand_groups` there are."""
+        return len(self.operand_groups)
+
+    @property
+    def operand_norms(self) -> tuple[int, ...]:
+        """Byte offset of the norms of each of the :attr:`operand_groups`, which are 128 float16 each."""
+        norms = tuple(self.norms + 2 * BLOCK_TOKENS * group.index for group in self.groups)
+        return (*norms, self.residual_norms) if self.kind == "prod" else norms
+
+    @property
+    def operand_channels(self) -> int:
+        """Channels of all :attr:`operand_groups`."""
+        return sum(group.size for group in self.operand_groups)
+
+    @property
     def wide_norms(self) -> bool:
         """Whether vectors have a norm that may leave the range of float16."""
         return self.norms >= 0 and self.norm_dtype != "fp16"
