@@ -189,3 +189,13 @@ def _add_attend(add: Callable[..., None], even: dict[str, Any]) -> None:
     add("fast-k4v4-d64", _attend, *_pair(4, 4, 64), fast=True)
     add("fast-k4v4-d256", _attend, *_pair(4, 4, 256), fast=True)
     add("fast-k4v4-d128-rows16", _attend, *_pair(4, 4, 128), rows=16, fast=True)
+    shaped: dict[str, dict[str, Any]] = {
+        "mask": {"mask": torch.ones(1, 1, 1, 716, dtype=torch.bool)},
+        "head-mask": {"mask": torch.ones(1, 8, 1, 716, dtype=torch.bool)},
+        "float-mask": {"mask": torch.zeros(1, 1, 1, 716)},
+        "window": {"sliding_window": 300},
+        "softcap": {"softcap": 30.0},
+    }
+    for name, options in shaped.items():
+        add(f"fast-k4v4-d128-{name}", _attend, *_pair(4, 4, 128), fast=True, **options)
+    add("fast-k2v2-d128-mask", _attend, *_pair(2, 2, 128), fast=True, **shaped["mask"])

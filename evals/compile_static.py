@@ -39,15 +39,23 @@ def static_cases() -> dict[str, Callable[[], None]]:
     for name, pair in pairs.items():
         cases[f"static-{name}"] = lambda pair=pair: _attend(pair, rows=4)  # type: ignore[misc]
     cases["static-k4v4-d128-rows7"] = lambda: _attend(pairs["k4v4-d128"], rows=7)
+    shaped: dict[str, dict[str, Any]] = {
+        "mask": {"mask": torch.ones(1, 1, 1, 1000, dtype=torch.bool)},
+        "softcap": {"softcap": 30.0},
+    }
+    for name, options in shaped.items():
+        cases[f"static-k4v4-d128-{name}"] = (  # type: ignore[misc]
+            lambda options=options: _attend(pairs["k4v4-d128"], rows=4, **options)
+        )
     for name in ("k2v2-d128", "k4v4-d128"):
         cases[f"static-append-{name}"] = lambda pair=pairs[name]: _append(pair)  # type: ignore[misc]
     return cases
 
 
-def _attend(pair: Codecs, *, rows: int) -> None:
+def _attend(pair: Codecs, *, rows: int, **options: Any) -> None:
     dtype = torch.bfloat16
     query = torch.zeros(1, 2 * rows, 1, pair[0].format.head_dim, dtype=dtype)
-    static_fast.static_fast_attend(query, _view(*pair, dtype), AttendOptions(scaling=0.1), _counts())
+    static_fast.static_fast_attend(query, _view(*pair, dtype), AttendOptions(scaling=0.1, **options), _counts())
 
 
 def _append(pair: Codecs) -> None:

@@ -62,7 +62,7 @@ CACHES: Final = (
 """Caches, the most important first."""
 QUANTIZED: Final = CACHES[-3:]
 """Those of transformers that need a package besides."""
-CONTEXTS: Final = (131072, 32768, 4096)
+CONTEXTS: Final = (131072, 32768, 8192, 4096)
 BATCHES: Final = (1, 8)
 
 # what a model, a cache or the compiler may raise where it does not serve a row; after an error that takes the GPU away,

@@ -153,7 +153,7 @@ def test_first_row_is_the_baseline_at_the_longest_context():
     assert cases[0] == Case("qwen2.5-7b", 1, 131072, "dynamic-flash")
     assert len({case.id for case in cases}) == len(cases)
     assert {case.cache for case in cases} == set(CACHES)
-    assert {(case.batch, case.context) for case in cases} == {(b, c) for b in (1, 8) for c in (4096, 32768, 131072)}
+    assert {(case.batch, case.context) for case in cases} == {(b, c) for b in (1, 8) for c in CONTEXTS}
 
 
 def test_arguments_choose_rows():

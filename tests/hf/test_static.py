@@ -131,12 +131,19 @@ def test_left_padding_is_masked_in_compiled_steps():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-2), (torch.bfloat16, 5e-2)], ids=["portable", "fast"])
-def test_generate_replays_cuda_graphs(dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "bound", "padding"),
+    [(torch.float32, 1e-2, 0), (torch.bfloat16, 5e-2, 0), (torch.bfloat16, 5e-2, 11)],
+    ids=["portable", "fast", "fast-padded"],
+)
+def test_generate_replays_cuda_graphs(dtype, bound, padding):
     model = tiny_model("llama", head_dim=64).to("cuda", dtype)
     enable(model)
-    ids, steps = random_ids(1, 100).cuda(), 200
+    ids, steps = random_ids(2 if padding else 1, 100).cuda(), 200
     options = {"max_new_tokens": steps, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    if padding:
+        options["attention_mask"] = torch.ones_like(ids)
+        options["attention_mask"][0, :padding] = 0
     expected, result, again = (
         model.generate(ids, past_key_values=make(model, 300), disable_compile=disable_compile, **options)
         for disable_compile in (True, False, False)

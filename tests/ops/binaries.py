@@ -26,6 +26,9 @@ from hf_turboquant.ops.triton import dispatch, fast_attend
 TOKENS = 40 * 128 + 300
 """Enough for 40 packed blocks and every length of the exact window."""
 
+SHAPED = 200
+"""Steps at the end that are also made with masks and windows: a block is packed among them."""
+
 
 class NoDevice:
     """A driver for an H100 that is not there. Tensors on the CPU have no device index."""
@@ -54,6 +57,16 @@ class NoBinary:
         """Launch nothing."""
 
 
+def shaped_options(seq_len: int) -> list[AttendOptions]:
+    """Return options with masks of all layouts, whose strides and alignment follow the length, and a window."""
+    masks = [
+        torch.ones(1, heads, 1, seq_len + seq_len % 5, dtype=dtype)[..., seq_len % 5 :]
+        for heads in (1, 28) for dtype in (torch.bool, torch.bfloat16)
+    ]  # fmt: skip
+    windowed = AttendOptions(128**-0.5, sliding_window=1000)
+    return [AttendOptions(128**-0.5, mask=mask) for mask in masks] + [windowed]
+
+
 def decode(bits: tuple[int, int], tokens: int) -> None:
     """Append and attend, token by token, in a layer of 4 KV heads and 28 query heads."""
     config = LlamaConfig(
@@ -66,9 +79,13 @@ def decode(bits: tuple[int, int], tokens: int) -> None:
     token = torch.zeros(1, 4, 1, 128, dtype=torch.bfloat16)
     prompt = torch.zeros(1, 4, 6, 128, dtype=torch.bfloat16)
     cache.update(prompt, prompt, 0)
-    for _ in range(tokens):
+    for step in range(tokens):
         keys, _ = cache.update(token, token, 0)
-        attend(query, keys.tokens, AttendOptions(128**-0.5), backend="triton")
+        view = keys.tokens
+        attend(query, view, AttendOptions(128**-0.5), backend="triton")
+        if step >= tokens - SHAPED:
+            for options in shaped_options(view.seq_len):
+                attend(query, view, options, backend="triton")
 
 
 def decode_padded(tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -25,7 +26,7 @@ from tests.ops.warp_emulator import EmulatedKernel  # noqa: E402
 CPU = torch.device("cpu")
 EMULATED = EmulatedKernel(
     "fast_attend_kernel",
-    [f"hf_turboquant.ops.triton.fast_{part}" for part in ("primitives", "blocks", "exact", "kernel")],
+    [f"hf_turboquant.ops.triton.fast_{part}" for part in ("primitives", "blocks", "masks", "exact", "kernel")],
 )
 
 
@@ -34,6 +35,7 @@ class Blocks:
     """Where blocks are."""
 
     addresses: torch.Tensor
+    starts: torch.Tensor
     counts: torch.Tensor
 
 
@@ -210,6 +212,7 @@ def test_cropped_blocks_in_two_arenas(monkeypatch):
     view = replace(view, arenas=arenas, block_tokens=counts)
     table = Blocks(
         torch.tensor([record.data_ptr() for arena in arenas for record in arena]),
+        torch.tensor([0, *itertools.accumulate(counts[:-1])], dtype=torch.int32),
         torch.tensor(counts, dtype=torch.int32),
     )
     monkeypatch.setattr(EMULATED, "reachable", arenas)
@@ -280,9 +283,7 @@ def test_level_tables_cost_little(size, bits):
 
 REASONS = {
     "old_gpu": ({}, {}, 75, "8.0"),
-    "mask": ({}, {"mask": torch.ones(1, 1, 1, 300, dtype=torch.bool)}, 90, "mask"),
-    "softcap": ({}, {"softcap": 30.0}, 90, "softcap"),
-    "window": ({}, {"sliding_window": 64}, 90, "sliding"),
+    "mask_dtype": ({}, {"mask": torch.ones(1, 1, 1, 300, dtype=torch.float64)}, 90, "float64"),
     "one_bit": ({"value_bits": 1}, {}, 90, "values"),
     "float32": ({"dtype": torch.float32}, {}, 90, "float16"),
     "head_dim": ({"head_dim": 96}, {}, 90, "channels"),

@@ -473,11 +473,11 @@ def test_lengths_do_not_choose_binaries() -> None:
     asked = json.loads(done.stdout)
     assert all(len(constants) == len(set(constants)) for constants in asked.values())
     counts = {name: len(constants) for name, constants in asked.items()}
-    # with and without a table of blocks; a prompt and a token; a query with and without a token that waits; results
-    # merged 16 and 32 at a time
+    # with and without a table of blocks, two kinds of mask for one head and for all, a window; a prompt and a token; a
+    # query with and without a token that waits; results merged 16 and 32 at a time, and of rows that may see nothing
     assert counts == {
         "append_kernel": 2, "attend_kernel": 1, "combine_kernel": 1, "quantize_kernel": 1,
-        "quantize_query_kernel": 2, "fast_attend_kernel": 2, "fast_combine_kernel": 2,
+        "quantize_query_kernel": 2, "fast_attend_kernel": 7, "fast_combine_kernel": 4,
         "padded append_kernel": 2, "padded rotate_query_kernel": 1, "padded attend_kernel": 2,
         "padded combine_kernel": 1, "padded quantize_kernel": 1,
     }  # fmt: skip

@@ -21,7 +21,7 @@ from tests.ops.warp_emulator import EmulatedKernel  # noqa: E402
 EMULATED = EmulatedKernel(
     "static_attend_kernel",
     [f"hf_turboquant.ops.triton.{part}" for part in
-     ("fast_primitives", "fast_blocks", "fast_exact", "fast_kernel", "static_kernel")],
+     ("fast_primitives", "fast_blocks", "fast_masks", "fast_exact", "fast_kernel", "static_kernel")],
 )  # fmt: skip
 
 CASES = {
@@ -34,14 +34,14 @@ CASES = {
 }
 
 
-def error_of(store: Store, config: TurboQuantConfig, group: int = 4) -> float:
+def error_of(store: Store, group: int = 4, **given: object) -> float:
     """Return the relative error of the fast kernel against the reference."""
-    heads, head_dim = store.exact_keys.shape[1], store.exact_keys.shape[3]
+    batch, heads, _, head_dim = store.exact_keys.shape
     generator = torch.Generator().manual_seed(3)
-    query = torch.randn(1, group * heads, 1, head_dim, generator=generator).to(store.exact_keys)
-    expected = store.attend(query)
+    query = torch.randn(batch, group * heads, 1, head_dim, generator=generator).to(store.exact_keys)
+    expected = store.attend(query, **given)
     view = exact_view(store.spec, store.codecs, *store.buffers[1:], full_counts(store.spec))
-    options = AttendOptions(scaling=0.125)
+    options = AttendOptions(scaling=0.125, **given)
     assert fast_attend.supports(view, query, options, 90) == ""
     result = static_fast.static_fast_attend(query, view, options, store.lengths)
     assert torch.isfinite(result).all()
@@ -63,7 +63,34 @@ PROD = CONFIG.replace(key_codec="prod", key_bits=3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels around it run on the GPU")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_emulated_kernel_equals_reference(case):
-    assert error_of(make_store(CONFIG, heads=1, dtype=torch.float16, **case), CONFIG) < 5e-3
+    assert error_of(make_store(CONFIG, heads=1, dtype=torch.float16, **case)) < 5e-3
+
+
+def masked_options(kind: str, store: Store) -> dict[str, object]:
+    """Return options; masks have a column for all there is room for, and hide padding: all of the last sequence."""
+    if kind == "softcap":
+        return {"softcap": 5.0}
+    batch, heads = store.exact_keys.shape[:2]
+    seen = torch.ones(batch, 4 * heads if "head" in kind else 1, 1, store.spec.max_tokens, dtype=torch.bool)
+    seen[1, ..., :150] = False
+    seen[1, -1:, ..., 200] = False
+    seen[2] = False
+    if "float" in kind:
+        seen = torch.zeros(seen.shape, dtype=torch.float16).masked_fill(~seen, -torch.inf)
+    return {"mask": seen.to(store.exact_keys.device)}
+
+
+KINDS = ["bool", "bool-head", "float", "float-head", "softcap"]
+PADDED = {"wrapped": CASES["wrapped"], "idle_splits": CASES["idle_splits"], "no_block": CASES["no_block"]}
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels around it run on the GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", PADDED.values(), ids=PADDED.keys())
+def test_emulated_kernel_masks_and_caps(case, kind):
+    store = make_store(CONFIG, heads=1, dtype=torch.float16, batch=1 if kind == "softcap" else 3, **case)
+    assert error_of(store, **masked_options(kind, store)) < 5e-3
 
 
 @pytest.mark.usefixtures("emulated")
@@ -71,7 +98,7 @@ def test_emulated_kernel_equals_reference(case):
 @pytest.mark.parametrize("centering", ["none", "block"])
 def test_emulated_kernel_reads_signs(centering):
     config = PROD.replace(key_centering=centering)
-    assert error_of(make_store(config, heads=2, dtype=torch.float16, **CASES["wrapped"]), config) < 5e-3
+    assert error_of(make_store(config, heads=2, dtype=torch.float16, **CASES["wrapped"])) < 5e-3
 
 
 FORMATS = {
@@ -89,4 +116,14 @@ FORMATS = {
 def test_kernel_equals_reference_on_gpu(case, group, config):
     if device_limits(torch.device("cuda", 0))[0] < fast_attend.MIN_CAPABILITY:
         pytest.skip("needs compute capability 8.0")
-    assert error_of(make_store(config, dtype=torch.bfloat16, head_dim=128, **case), config, group) < 1e-2
+    assert error_of(make_store(config, dtype=torch.bfloat16, head_dim=128, **case), group) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", PADDED.values(), ids=PADDED.keys())
+def test_masks_and_caps_on_gpu(case, kind):
+    if device_limits(torch.device("cuda", 0))[0] < fast_attend.MIN_CAPABILITY:
+        pytest.skip("needs compute capability 8.0")
+    store = make_store(CONFIG.replace(key_bits=4, value_bits=4), dtype=torch.bfloat16, head_dim=128, batch=3, **case)
+    assert error_of(store, **masked_options(kind, store)) < 1e-2

@@ -239,6 +239,11 @@ def _shuffle(opcode: str, x: np.ndarray, operand: np.ndarray, _clamp: np.ndarray
     return _lanes(x, lane ^ operand if ".bfly." in opcode else operand)
 
 
+def _ballot(x: np.ndarray) -> np.ndarray:
+    bits = x << np.arange(32, dtype=np.uint32)
+    return np.broadcast_to(bits.sum(axis=-1, keepdims=True, dtype=np.uint32), x.shape)
+
+
 def _transpose(_: str, x: np.ndarray) -> np.ndarray:
     halves = x.view(np.uint16).reshape(-1, 8, 8)
     return np.ascontiguousarray(halves.transpose(0, 2, 1)).view(np.uint32).reshape(x.shape)
@@ -283,6 +288,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "prmt.b32": _permute,
     "mad.lo.s32": lambda _, a, b, c: a * b + c,
     "cvt.rn.f32.s32": lambda _, a: _bits(a.view(np.int32).astype(np.float32)),
+    "setp.ne.b32": lambda _, a, b: (a != b).astype(np.uint32),
+    "vote.sync.ballot": lambda _, a, _members: _ballot(a),
     "mov.b32": lambda _, a: (a & 0xFFFF, a >> 16),
     "cvt.f32.f16": lambda _, a: _bits(a.astype(np.uint16).view(np.float16).astype(np.float32)),
     "fma.rn.f32": lambda _, a, b, c: _bits(

@@ -182,12 +182,17 @@ def _window_of_blocks(view: KVView, options: AttendOptions) -> int | None:
 
 def _block_numbers(query: torch.Tensor, view: KVView, options: AttendOptions, plan: PortablePlan) -> tuple[int, int]:
     """Return the first block to read, and how many blocks each split reads."""
-    first_block = 0
-    window = _window_of_blocks(view, options)
-    if window is not None:
-        first_seen = view.seq_len - query.shape[2] - window + 1
-        first_block = min(max(0, (first_seen - view.num_sinks) // BLOCK_TOKENS), view.num_blocks)
+    first_block = first_block_of(view, query.shape[2], options)
     return first_block, -(-(view.num_blocks - first_block) // max(plan.packed_splits, 1))
+
+
+def first_block_of(view: KVView, q_len: int, options: AttendOptions) -> int:
+    """Return how many of the oldest blocks are wholly before the window of every query."""
+    window = _window_of_blocks(view, options)
+    if window is None:
+        return 0
+    first_seen = view.seq_len - q_len - window + 1
+    return min(max(0, (first_seen - view.num_sinks) // BLOCK_TOKENS), view.num_blocks)
 
 
 def rows_in_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +274,7 @@ def _launch_attend(
     tails = [rows_in_order(tensor) for tensor in (view.tail_keys, view.tail_values)]
     causal = options.mask is None and options.is_causal and q_len > 1
     windowed = options.mask is None and options.sliding_window is not None
-    mask_kind, mask, strides = _mask_arguments(options, query)
+    mask_kind, mask, strides = mask_arguments(options, query)
     if not plan.num_splits:
         return
     first_block, blocks_per_split = _block_numbers(query, view, options, plan)
@@ -303,7 +308,7 @@ def _packed_step(plan: PortablePlan) -> int:
     return min([plan.launch.packed_tokens, *(group.row_bytes for group in plan.values.groups)])
 
 
-def _mask_arguments(options: AttendOptions, absent: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, ...]]:
+def mask_arguments(options: AttendOptions, absent: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, ...]]:
     """Return the kind of the mask, the mask, and its strides with 0 where it broadcasts."""
     mask = options.mask
     if mask is None:

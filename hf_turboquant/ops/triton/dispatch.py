@@ -79,7 +79,7 @@ def attend_and_prepare(
     """
     if fast_obstacle(query, view, options):
         return attend_launch.attend_portable_and_prepare(query, view, options, block_table=block_table)
-    if query.stride(-1) != 1 or not options.is_plain:
+    if query.stride(-1) != 1:
         return attend(query, view, options, block_table=block_table), None
     from hf_turboquant.ops.triton import fast_attend
 

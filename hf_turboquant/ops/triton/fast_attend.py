@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 
 from hf_turboquant.layout import VectorFormat
-from hf_turboquant.ops.triton.attend_launch import BlockTable, matrices_or
+from hf_turboquant.ops.triton.attend_launch import BlockTable, first_block_of, mask_arguments, matrices_or
 from hf_turboquant.ops.triton.fast_combine import fast_combine_kernel
 from hf_turboquant.ops.triton.fast_kernel import fast_attend_kernel
 from hf_turboquant.ops.triton.fast_levels import LevelTable, level_table, sign_table
@@ -24,7 +24,7 @@ from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
 from hf_turboquant.ops.triton.launch import device_limits, device_of
 from hf_turboquant.ops.triton.replay import Launcher, Recorder, as_is
 from hf_turboquant.ops.triton.steps import STEP_NUMBERS, Step, fresh_tensors, step_numbers
-from hf_turboquant.ops.triton.traits import VectorTraits, next_power_of_2, traits_of
+from hf_turboquant.ops.triton.traits import MaskTraits, VectorTraits, next_power_of_2, traits_of
 from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec
 
 MAX_ROWS = 64
@@ -35,6 +35,7 @@ MIN_CAPABILITY = 80
 
 _HEAD_DIMS = (64, 128, 256)
 _NO_TABLE = LevelTable(0, 0, 1.0, 0.0)
+_MASK_DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16)
 _LOG2E = 1.4426950408889634
 
 Pieces = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -53,8 +54,8 @@ def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capabili
     num_rows = num_q_heads // max(view.num_kv_heads, 1) * q_len
     if torch.version.hip is not None or capability < MIN_CAPABILITY:
         return f"the fast kernel needs an NVIDIA GPU of compute capability 8.0 or later, got {capability / 10}"
-    if options.mask is not None or options.softcap is not None or options.sliding_window is not None:
-        return "the fast kernel has no mask, softcap or sliding window"
+    if options.mask is not None and options.mask.dtype not in _MASK_DTYPES:
+        return f"the fast kernel reads masks of {_MASK_DTYPES}, got {options.mask.dtype}"
     if not view.num_blocks:
         return "the fast kernel is for packed blocks and there is none"
     if view.keys.tables.rotation is None or view.values.tables.rotation is None:
@@ -65,7 +66,7 @@ def supports(view: KVView, query: torch.Tensor, options: AttendOptions, capabili
         return f"the fast kernel takes 1 to {MAX_ROWS} query rows for each KV head, got {num_rows}"
     if query.dtype not in (torch.float16, torch.bfloat16) or query.dtype != view.tail_keys.dtype:
         return f"the fast kernel needs float16 or bfloat16 throughout, got {query.dtype} and {view.tail_keys.dtype}"
-    if options.is_causal and q_len > view.tail_len:
+    if options.mask is None and options.is_causal and q_len > view.tail_len:
         return "the fast kernel hides exact tokens only: queries that are not all in the tail need the portable one"
     room = view.tail_keys.shape[-2]
     if -(-view.num_sinks // 32) + -(-room // 32) > MAX_SPLITS // 4:
@@ -103,15 +104,15 @@ def fast_attend(
     Args:
         query: ``(batch, num_q_heads, q_len, head_dim)``, last dimension contiguous.
         view: Stored tokens.
-        options: Scaling and its kin.
+        options: Scaling, mask and their kin.
         block_table: Where the blocks are; needed if they are not one run of full blocks in the first arena.
         lse: ``(batch, num_q_heads, q_len)`` float32, filled with the logarithm of the sum of the exponentials.
         plan: Sizes, if not those of :func:`fast_plan`.
 
     Returns:
-        ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``.
+        ``(batch, num_q_heads, q_len, value head_dim)``, dtype of ``query``. Rows that may attend to nothing are zero.
     """
-    plan = plan or plan_of(query, view)
+    plan = plan or plan_of(query, view, _window_of(query, view, options)[0])
     out, scratch = allocate(query, view, plan)
     _attend(query, view, options, block_table, lse, plan, out, scratch, as_is)
     return out
@@ -175,21 +176,46 @@ def fast_attend_and_prepare(
     if logits is not None and not logits.is_contiguous():
         # the kernel reads a copy, which is made anew for every call
         return fast_attend(query, view, options, block_table=block_table), None
-    plan = plan_of(query, view)
+    plan = plan_of(query, view, _window_of(query, view, options)[0])
     out, scratch = allocate(query, view, plan)
-    recorder = Recorder(fresh_tensors(query, out, scratch, options, view.waiting), STEP_NUMBERS)
+    recorder = Recorder(fresh_tensors(query, out, scratch, options, view.waiting), (*STEP_NUMBERS, "first_seen"))
     _attend(query, view, options, block_table, None, plan, out, scratch, recorder)
     replay = recorder.replay()
     return out, None if replay is None else Step(replay, out.shape, scratch.numel(), _numbers)
 
 
 def _numbers(query: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[int, ...] | None:
-    """Return the numbers of a step; None when not all queries are in the tail, which :func:`supports` refuses."""
-    return step_numbers(view, options) if view.tail_len >= query.shape[2] else None
+    """Return the numbers of a step; None when not all queries are in the tail, which :func:`supports` refuses.
+
+    The first block stays that of the first step: blocks that have left a window since are read and hidden.
+    """
+    numbers = step_numbers(view, options) if view.tail_len >= query.shape[2] else None
+    return None if numbers is None else (*numbers, _window_of(query, view, options)[1])
 
 
-def plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
-    """Return the sizes of a call, which stay the same until the next block is packed."""
+def mask_traits(query: torch.Tensor, view: KVView, options: AttendOptions, strides: tuple[int, ...]) -> MaskTraits:
+    """Say what a call does to scores; ``strides`` are those of its mask, 0 where it broadcasts."""
+    q_len, group = query.shape[2], query.shape[1] // view.num_kv_heads
+    windowed = options.mask is None and options.sliding_window is not None
+    kind = "none" if options.mask is None else "bool" if options.mask.dtype == torch.bool else "float"
+    by_row = q_len > 1 if windowed else (strides[1] != 0 and group > 1) or (strides[2] != 0 and q_len > 1)
+    return MaskTraits(kind, windowed, options.softcap is not None, by_row)
+
+
+def _window_of(query: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[int, int]:
+    """Return the first block that a call reads, hidden or not, and the first token that its first query sees.
+
+    Without a window both are 0. Any block before the first would do as well: what is hidden weighs nothing.
+    """
+    if options.sliding_window is None or options.mask is not None:
+        return 0, 0
+    q_len = query.shape[2]
+    first_block = min(first_block_of(view, q_len, options), view.num_blocks - 1)
+    return first_block, view.seq_len - q_len - options.sliding_window + 1
+
+
+def plan_of(query: torch.Tensor, view: KVView, first_block: int = 0) -> FastPlan:
+    """Return the sizes of a call, which stay the same until the next block is packed or leaves the window."""
     num_rows = query.shape[1] // view.num_kv_heads * query.shape[2]
     capability, num_sms = device_limits(query.device)
     launch = fast_launch(traits_of(view.keys.format), traits_of(view.values.format), num_rows)
@@ -197,7 +223,7 @@ def plan_of(query: torch.Tensor, view: KVView) -> FastPlan:
         launch=launch,
         num_rows=num_rows,
         others=query.shape[0] * view.num_kv_heads,
-        num_blocks=view.num_blocks,
+        num_blocks=view.num_blocks - first_block,
         num_sinks=view.num_sinks,
         # room instead of use
         tail_len=view.tail_keys.shape[-2],
@@ -270,6 +296,8 @@ def _launch(
     heads = view.num_kv_heads
     arena = view.arenas[0]
     table = (arena, arena) if block_table is None else (block_table.addresses, block_table.counts)
+    _, mask, mask_strides = mask_arguments(options, query)
+    hides = mask_traits(query, view, options, mask_strides)
     exact = (view.sink_keys, view.sink_values, view.tail_keys, view.tail_values)
     key_levels = [*level_tables(view.keys), _NO_TABLE]
     (value_levels,) = level_tables(view.values)
@@ -282,8 +310,11 @@ def _launch(
         options.scaling * _LOG2E,
         key_levels[0].low, key_levels[0].high, key_levels[1].low, key_levels[1].high,
         value_levels.low, value_levels.high, value_levels.unit,
-        K=keys, V=values, KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes, TILES=plan.launch.tiles,
-        EXACT_TOKENS=plan.launch.exact_tokens, CAUSAL=options.is_causal and q_len > 1, TABLE=block_table is not None,
+        mask, arena if block_table is None or not hides.hides else block_table.starts, *mask_strides,
+        *_window_of(query, view, options), view.num_sinks + view.packed_tokens, float(options.softcap or 1.0),
+        K=keys, V=values, H=hides, KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes,
+        TILES=plan.launch.tiles, EXACT_TOKENS=plan.launch.exact_tokens,
+        CAUSAL=options.mask is None and options.is_causal and q_len > 1, TABLE=block_table is not None,
         AHEAD=plan.launch.ahead, OVERLAP=plan.overlap, W=plan.launch.num_warps, num_warps=plan.launch.num_warps,
         maxnreg=plan.launch.max_registers, **overlap,
     )  # fmt: skip
@@ -309,5 +340,5 @@ def _combine(
         HEAD_DIM=head_dim, SPLITS=launch.splits, EXACT=next_power_of_2(max(plan.exact_splits, 1)),
         COLUMNS=launch.columns, STEP=32, HAS_ORDER=tables.channel_order is not None,
         SINK_LOGITS=options.sink_logits is not None, LSE=lse is not None, OVERLAP=plan.overlap,
-        num_warps=launch.num_warps, **overlap,
+        HIDES=options.mask is not None or options.sliding_window is not None, num_warps=launch.num_warps, **overlap,
     )  # fmt: skip

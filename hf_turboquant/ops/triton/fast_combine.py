@@ -18,7 +18,7 @@ def fast_combine_kernel(
     partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
     num_heads, group_size, q_len, packed_splits, num_splits,
     HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ``COLUMNS`` channels of one query row, ``STEP`` of them at a time.
 
@@ -28,7 +28,7 @@ def fast_combine_kernel(
     merge_splits(
         partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
         num_heads, group_size, q_len, packed_splits, num_splits, packed_splits, num_splits,
-        HEAD_DIM, SPLITS, EXACT, COLUMNS, STEP, HAS_ORDER, SINK_LOGITS, LSE, OVERLAP, False,
+        HEAD_DIM, SPLITS, EXACT, COLUMNS, STEP, HAS_ORDER, SINK_LOGITS, LSE, OVERLAP, HIDES, False,
     )  # fmt: skip
 
 
@@ -37,12 +37,13 @@ def merge_splits(
     partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lse_ptr,
     num_heads, group_size, q_len, packed_splits, num_splits, packed_end, exact_end,
     HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr, HIDES: tl.constexpr,
     GAP: tl.constexpr,
 ):  # fmt: skip
     """Merge splits ``[0, packed_end)``, which are in the rotated basis, and ``[packed_splits, exact_end)``.
 
-    ``GAP``: whether there may be splits between these, which are not read.
+    ``HIDES``: whether a row may have seen no token; it gets zeros. ``GAP``: whether there may be splits between these,
+    which are not read.
     """
     pid_row = tl.program_id(1)
     pid_batch_head = tl.program_id(2).to(tl.int64)
@@ -90,6 +91,9 @@ def merge_splits(
         total += tl.exp2(logit - peak)
     merged = tl.sum(partial * weights[:, None], 0)
     exact_weights = tl.exp2(exact_peaks - peak)[:, None]
+    divisor = total
+    if HIDES:
+        divisor = tl.where(total > 0.0, total, 1.0)
     out_ptr += (query_head * q_len + pid_row % q_len) * HEAD_DIM
     for step in tl.static_range(COLUMNS // STEP):
         if step > 0:
@@ -99,7 +103,7 @@ def merge_splits(
             matrix = tl.load(rotation_ptr + step * STEP * HEAD_DIM)
             exact_partial = tl.load(exact_ptr + targets[None, :], mask=exact_there[:, None], other=0.0)
         result = tl.sum(exact_partial * exact_weights, 0) + tl.sum(matrix * merged[None, :], 1)
-        tl.store(out_ptr + targets, result / total)
+        tl.store(out_ptr + targets, result / divisor)
     if LSE:
         if tl.program_id(0) == 0:
             tl.store(lse_ptr + query_head * q_len + pid_row % q_len, (peak + tl.log2(total)) / LOG2E)

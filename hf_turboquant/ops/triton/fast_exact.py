@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from hf_turboquant.ops.triton.fast_blocks import LOWEST
+from hf_turboquant.ops.triton.fast_masks import LOWEST_BIAS, shape_exact
 
 
 @gluon.jit
@@ -14,10 +15,12 @@ def attend_exact(
     query_ptr, sink_keys_ptr, sink_values_ptr, tail_keys_ptr, tail_values_ptr, partial_ptr, peak_ptr, total_ptr,
     query_stride_head, query_stride_row, sink_key_stride, sink_value_stride, tail_key_stride, tail_value_stride,
     row_base, first_row, num_rows, q_len, low, high, num_sinks, tail_start, tail_len, tail_slots, qk_scale,
-    K: gl.constexpr, V: gl.constexpr, TILES: gl.constexpr, EXACT_TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
-    W: gl.constexpr,
+    masking, tail_column,
+    K: gl.constexpr, V: gl.constexpr, H: gl.constexpr, TILES: gl.constexpr, EXACT_TOKENS: gl.constexpr,
+    CAUSAL: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Attend to tiles ``[low, high)`` of dense keys and values: those of the sinks, then those of the tail."""
+    FLOOR: gl.constexpr = LOWEST_BIAS if H.kind == "float" else LOWEST
     M: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, W], instr_shape=[16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, M, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, M, 2)
@@ -37,7 +40,7 @@ def attend_exact(
     value_channels = gl.arange(0, V.head_dim, layout=gl.SliceLayout(0, RIGHT))[None, :]
     columns = gl.arange(0, EXACT_TOKENS, layout=gl.SliceLayout(0, M))
     rows = first_row + gl.arange(0, 16, layout=gl.SliceLayout(1, M))
-    peak = gl.full([16], LOWEST, gl.float32, layout=gl.SliceLayout(1, M))
+    peak = gl.full([16], FLOOR, gl.float32, layout=gl.SliceLayout(1, M))
     total = gl.full([16], 0.0, gl.float32, layout=gl.SliceLayout(1, M))
     acc = gl.zeros([16, OUT_DIM], gl.float32, layout=M)
     for tile in range(low, high):
@@ -75,7 +78,14 @@ def attend_exact(
         seen = (tokens < num_tokens)[None, :] & (rows >= 0)[:, None]
         if CAUSAL:
             seen = seen & (tokens[None, :] <= (last_visible + rows % q_len)[:, None])
-        scores = gl.where(seen, scores, LOWEST)
+        if not H.is_plain:
+            first_column = tail_column
+            if tile < sink_tiles:
+                first_column = tail_column * 0
+            scores, seen = shape_exact(
+                scores, seen, first_column + tokens, gl.minimum(rows, num_rows - 1), masking, H
+            )  # fmt: skip
+        scores = gl.where(seen, scores, FLOOR)
         new_peak = gl.maximum(peak, gl.max(scores, 1))
         decay = gl.exp2(peak - new_peak)
         weights = gl.where(seen, gl.exp2(scores - new_peak[:, None]), 0.0)

@@ -23,11 +23,13 @@ from hf_turboquant.ops.triton.fast_blocks import (
     zeros,
 )
 from hf_turboquant.ops.triton.fast_exact import attend_exact
+from hf_turboquant.ops.triton.fast_masks import LOWEST_BIAS, block_bounds, load_shown, shape_scores
 from hf_turboquant.ops.triton.fast_primitives import (
     from_lane,
     load_words,
     power_of_2,
     reciprocal,
+    record_address,
     start_next,
     sum_over_tokens,
     wait_for_previous,
@@ -90,16 +92,6 @@ def _store_merged(
 
 
 @gluon.jit
-def _record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE: gl.constexpr):
-    """Return the int64 address of the record of a block."""
-    if TABLE:
-        address = gl.load(block_address_ptr + block)
-    else:
-        address = arena_ptr.to(gl.int64) + block.to(gl.int64) * block_stride
-    return address + head_offset
-
-
-@gluon.jit
 def _load_means(
     arena_ptr, block_address_ptr, block, high, block_stride, head_offset, t,
     K: gl.constexpr, TABLE: gl.constexpr, W: gl.constexpr,
@@ -108,7 +100,7 @@ def _load_means(
     means = ()
     for side in gl.static_range(2):
         chosen = gl.minimum(block + 8 * side * W, high - 1)
-        record = _record_address(arena_ptr, block_address_ptr, chosen, block_stride, head_offset, TABLE)
+        record = record_address(arena_ptr, block_address_ptr, chosen, block_stride, head_offset, TABLE)
         means = means + (load_words(record + (t * (K.head_dim // 2) + K.mean), K.head_dim // 8),)
     return means
 
@@ -117,9 +109,9 @@ def _load_means(
 def _attend_packed(
     query8_ptr, query16_ptr, query_scale_ptr, arena_ptr, block_address_ptr, block_count_ptr,
     partial_ptr, peak_ptr, total_ptr, row_base, first_row, num_rows, tile_base,
-    head_offset, low, high, block_stride,
+    head_offset, low, high, block_stride, masking, block_start_ptr,
     key_low0, key_high0, key_low1, key_high1, value_low, value_high, value_scale,
-    K: gl.constexpr, V: gl.constexpr, KEY_BYTES: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, H: gl.constexpr, KEY_BYTES: gl.constexpr,
     TILES: gl.constexpr, TABLE: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Attend to blocks ``[low, high)``, every warp to each ``W``-th of them."""
@@ -129,6 +121,7 @@ def _attend_packed(
     VALUES: gl.constexpr = V.groups[0]
     REGISTERS: gl.constexpr = K.operand_channels // 16
     OTHER_START: gl.constexpr = FIRST.size // 16
+    FLOOR: gl.constexpr = LOWEST_BIAS if H.kind == "float" else LOWEST
     lane = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :] + zeros(L, W)
     warp = gl.arange(0, W, layout=gl.SliceLayout(1, L))[:, None] + zeros(L, W)
     j = lane // 4
@@ -147,6 +140,9 @@ def _attend_packed(
     nothing = lane * (num_rows >> 30)
     key_tables = (key_low0 + nothing, key_high0 + nothing, key_low1 + nothing, key_high1 + nothing)
     value_tables = (value_low + nothing, value_high + nothing)
+    bounds = ()
+    if H.hides:
+        bounds = block_bounds(masking, lane, t, first_token, first_row, num_rows, H, TILES, L, W)
 
     # what does not depend on the query is on its way before the query is waited for
     means = ()
@@ -156,7 +152,7 @@ def _attend_packed(
         )
     if AHEAD:
         block = gl.minimum(low + warp, high - 1)
-        record = _record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE)
+        record = record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE)
         keys = load_key_block(record, lane_offsets, K, V)
     if OVERLAP:
         wait_for_previous()
@@ -181,6 +177,20 @@ def _attend_packed(
         half1 = half1 + (other_half,)
         lowest = lowest + (reciprocal(scales[tile]) * LOWEST,)
         totals = totals + (float_zero,)
+    if H.scaled:
+        exponent_scales = ()
+        lowest = ()
+        for _ in gl.static_range(TILES):
+            exponent_scales = exponent_scales + (float_zero + 1.0,)
+            lowest = lowest + (float_zero + FLOOR,)
+    else:
+        exponent_scales = scales
+    # scores of tokens that are not there; where others may be hidden too, they must weigh nothing beside these
+    hidden = lowest
+    if not H.is_plain:
+        hidden = ()
+        for _ in gl.static_range(TILES):
+            hidden = hidden + (float_zero - float("inf"),)
     halves = (half0, half1)
     peaks = lowest
     sums = ()
@@ -203,24 +213,34 @@ def _attend_packed(
             there = block < high
             block = gl.minimum(block, high - 1)
             if not AHEAD:
-                record = _record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE)
+                record = record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE)
                 keys = load_key_block(record, lane_offsets, K, V)
             rows, norms = load_value_block(record + KEY_BYTES, lane_offsets, V)
+            shown = ()
+            if H.hides:
+                start = block * 128
+                count = block
+                if TABLE:
+                    start = gl.load(block_start_ptr + block)
+                    count = gl.load(block_count_ptr + block)
+                shown = load_shown(bounds, masking[3], start, count, lane, j, first_token, H, V, TILES, TABLE, L, W)
             bias = ()
             for tile in gl.static_range(TILES):
                 bias_tile = float_zero
                 if K.centered:
                     bias_tile = gl.where(index < 8, means_scored[2 * tile], means_scored[2 * tile + 1])
                     bias_tile = from_lane(bias_tile, index % 8 * 4 + t)
-                bias = bias + (gl.where(there, bias_tile, lowest[tile]),)
+                bias = bias + (gl.where(there, bias_tile, hidden[tile]),)
             scores = block_scores(
                 keys, shifts, parity, query, halves, bias, key_tables, K, V, TILES, REGISTERS
             )  # fmt: skip
-            if TABLE:
-                scores = hide_missing(scores, first_token, gl.load(block_count_ptr + block), lowest, V, TILES)
+            if not H.is_plain:
+                scores = shape_scores(scores, shown, scales, masking[7], there, hidden[0], H, V, TILES)
+            if TABLE and H.kind == "none":
+                scores = hide_missing(scores, first_token, gl.load(block_count_ptr + block), hidden, V, TILES)
             if AHEAD:
                 block = gl.minimum(low + warp + (first_round + index + 1) * W, high - 1)
-                record = _record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE)
+                record = record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE)
                 keys = load_key_block(record, lane_offsets, K, V)
             weights = ()
             units = ()
@@ -229,7 +249,7 @@ def _attend_packed(
             new_totals = ()
             for tile in gl.static_range(TILES):
                 operands, unit, peak, total, decay = weigh(
-                    scores, norms, parity, peaks[tile], totals[tile], scales[tile], tile, TILES, V
+                    scores, norms, parity, peaks[tile], totals[tile], exponent_scales[tile], tile, TILES, V
                 )
                 weights = weights + (operands,)
                 units = units + (unit,)
@@ -240,8 +260,8 @@ def _attend_packed(
             totals = new_totals
             sums = add_values(rows, shifts, weights, units, decays, sums, value_tables, V, TILES, L, W)
     _store_merged(
-        partial_ptr, peak_ptr, total_ptr, row_base, first_row, num_rows, peaks, totals, sums, scales, value_scale,
-        V, TILES, L, W,
+        partial_ptr, peak_ptr, total_ptr, row_base, first_row, num_rows, peaks, totals, sums, exponent_scales,
+        value_scale, V, TILES, L, W,
     )  # fmt: skip
 
 
@@ -250,7 +270,9 @@ def _attend_packed(
     do_not_specialize=[
         "group_size", "q_len", "num_blocks", "blocks_per_split", "packed_splits", "num_sinks", "tail_start", "tail_len",
         "tail_slots", "tiles_per_split", "key_low0", "key_high0", "key_low1", "key_high1", "value_low", "value_high",
-    ]
+        "mask_stride_batch", "mask_stride_head", "mask_stride_row", "first_block", "first_seen", "tail_column",
+    ],
+    do_not_specialize_on_alignment=["mask_ptr"],
 )  # fmt: skip
 def fast_attend_kernel(
     query_ptr, query8_ptr, query16_ptr, query_scale_ptr, arena_ptr, block_address_ptr, block_count_ptr,
@@ -263,7 +285,9 @@ def fast_attend_kernel(
     num_heads, group_size, q_len, num_blocks, blocks_per_split, packed_splits, block_stride,
     num_sinks, tail_start, tail_len, tail_slots, tiles_per_split, qk_scale,
     key_low0, key_high0, key_low1, key_high1, value_low, value_high, value_scale,
-    K: gl.constexpr, V: gl.constexpr, KEY_BYTES: gl.constexpr, RECORD_BYTES: gl.constexpr,
+    mask_ptr, block_start_ptr, mask_stride_batch, mask_stride_head, mask_stride_row, mask_stride_key,
+    first_block, first_seen, tail_column, softcap,
+    K: gl.constexpr, V: gl.constexpr, H: gl.constexpr, KEY_BYTES: gl.constexpr, RECORD_BYTES: gl.constexpr,
     TILES: gl.constexpr, EXACT_TOKENS: gl.constexpr, CAUSAL: gl.constexpr, TABLE: gl.constexpr, AHEAD: gl.constexpr,
     OVERLAP: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -279,15 +303,26 @@ def fast_attend_kernel(
     num_rows = group_size * q_len
     first_row = gl.program_id(2) * (4 * TILES)
     row_base = (batch_head * gl.num_programs(1) + pid_split) * num_rows
+    masking = ()
+    if not H.is_plain:
+        mask_offset = batch_head // num_heads * mask_stride_batch
+        mask_offset += batch_head % num_heads * group_size * mask_stride_head
+        masking = (
+            mask_ptr + mask_offset, mask_stride_head, mask_stride_row, mask_stride_key, q_len, num_sinks, first_seen,
+            softcap,
+        )  # fmt: skip
     if pid_split < packed_splits:
         tile_base = (batch_head * gl.num_programs(2) + gl.program_id(2)) * TILES
         low = pid_split * blocks_per_split
+        if H.window:
+            low += first_block
         _attend_packed(
             query8_ptr, query16_ptr, query_scale_ptr, arena_ptr, block_address_ptr, block_count_ptr,
             partial_ptr, peak_ptr, total_ptr, row_base, first_row, num_rows, tile_base,
             batch_head * RECORD_BYTES, low, gl.minimum(low + blocks_per_split, num_blocks), block_stride,
+            masking, block_start_ptr,
             key_low0, key_high0, key_low1, key_high1, value_low, value_high, value_scale,
-            K, V, KEY_BYTES, TILES, TABLE, AHEAD, OVERLAP, W,
+            K, V, H, KEY_BYTES, TILES, TABLE, AHEAD, OVERLAP, W,
         )  # fmt: skip
     else:
         if OVERLAP:
@@ -307,6 +342,6 @@ def fast_attend_kernel(
             partial_ptr, peak_ptr, total_ptr, query_stride_head, query_stride_row,
             sink_key_stride_token, sink_value_stride_token, tail_key_stride_token, tail_value_stride_token,
             row_base, first_row, num_rows, q_len, low, gl.minimum(low + tiles_per_split, tiles),
-            num_sinks, tail_start, tail_len, tail_slots, qk_scale,
-            K, V, TILES, EXACT_TOKENS, CAUSAL, W,
+            num_sinks, tail_start, tail_len, tail_slots, qk_scale, masking, tail_column,
+            K, V, H, TILES, EXACT_TOKENS, CAUSAL, W,
         )  # fmt: skip

@@ -246,6 +246,15 @@ def from_lane(x, lane):
 
 
 @gluon.jit
+def vote(x):
+    """Return a word in which bit ``i`` says whether the int32 ``x`` of lane ``i`` is not zero."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p;  setp.ne.b32 p, $1, 0;  vote.sync.ballot.b32 $0, p, -1; }",
+        "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def transpose_weights(first, second):
     """Bring the weights of two tokens into the layout of the right operand of :func:`multiply`.
 
@@ -306,3 +315,13 @@ def pick_halves(first, second, selector):
             cvt.f32.f16 $0, x;  cvt.f32.f16 $1, y; }""",
         "=f,=f,r,r,r", [first, second, selector], dtype=(gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def record_address(arena_ptr, block_address_ptr, block, block_stride, head_offset, TABLE: gl.constexpr):
+    """Return the int64 address of the record of a block."""
+    if TABLE:
+        address = gl.load(block_address_ptr + block)
+    else:
+        address = arena_ptr.to(gl.int64) + block.to(gl.int64) * block_stride
+    return address + head_offset

@@ -13,7 +13,7 @@ def static_combine_kernel(
     partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, lengths_ptr,
     num_heads, group_size, q_len, packed_splits, num_splits,
     HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, OVERLAP: tl.constexpr, HIDES: tl.constexpr,
     EXACT_TOKENS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits that had work. Grid and constants as of ``fast_combine_kernel``.
@@ -27,5 +27,5 @@ def static_combine_kernel(
     merge_splits(
         partial_ptr, peak_ptr, total_ptr, rotation_ptr, order_ptr, sink_logits_ptr, out_ptr, out_ptr,
         num_heads, group_size, q_len, packed_splits, num_splits, packed_end, exact_end,
-        HEAD_DIM, SPLITS, EXACT, COLUMNS, STEP, HAS_ORDER, SINK_LOGITS, False, OVERLAP, True,
+        HEAD_DIM, SPLITS, EXACT, COLUMNS, STEP, HAS_ORDER, SINK_LOGITS, False, OVERLAP, HIDES, True,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_turboquant.ops.triton import fast_attend
-from hf_turboquant.ops.triton.attend_launch import matrices_or, rows_in_order
+from hf_turboquant.ops.triton.attend_launch import mask_arguments, matrices_or, rows_in_order
 from hf_turboquant.ops.triton.fast_levels import LevelTable
 from hf_turboquant.ops.triton.fast_plan import FastPlan, combine_launch
 from hf_turboquant.ops.triton.launch import device_of
@@ -27,7 +27,7 @@ def static_fast_attend(
     Args:
         query: ``(batch, num_q_heads, 1, head_dim)``.
         view: The store with the largest counts there can be, its tail behind its sinks.
-        options: Scaling and sink logits.
+        options: Scaling, mask with a column for every token there is room for, softcap and sink logits.
         lengths: Counts, as ``ops.static_spec`` has them.
         plan: Sizes, if not those for the fullest store, which serve all.
 
@@ -66,6 +66,7 @@ def _launch(
     key_levels = [*_level_tables(view.keys), _NO_TABLE]
     (value_levels,) = _level_tables(view.values)
     overlap = {"launch_pdl": True} if plan.overlap else {}
+    _, mask, mask_strides = mask_arguments(options, query)
     tails = (view.tail_keys, view.tail_values)
     # without sinks there is no address of them
     sinks = (view.sink_keys, view.sink_values) if view.num_sinks else tails
@@ -76,7 +77,9 @@ def _launch(
         view.tail_keys.shape[2], options.scaling * _LOG2E,
         key_levels[0].low, key_levels[0].high, key_levels[1].low, key_levels[1].high,
         value_levels.low, value_levels.high, value_levels.unit,
+        mask, *mask_strides, float(options.softcap or 1.0),
         K=traits_of(view.keys.format), V=traits_of(view.values.format),
+        H=fast_attend.mask_traits(query, view, options, mask_strides),
         KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes, TILES=launch.tiles,
         EXACT_TOKENS=launch.exact_tokens, AHEAD=launch.ahead, OVERLAP=plan.overlap, W=launch.num_warps,
         num_warps=launch.num_warps, maxnreg=launch.max_registers, **overlap,
@@ -101,7 +104,7 @@ def _combine(
         heads, num_q_heads // heads, q_len, plan.packed_splits, plan.num_splits,
         HEAD_DIM=head_dim, SPLITS=launch.splits, EXACT=next_power_of_2(plan.exact_splits),
         COLUMNS=launch.columns, STEP=32, HAS_ORDER=tables.channel_order is not None,
-        SINK_LOGITS=options.sink_logits is not None, OVERLAP=plan.overlap,
+        SINK_LOGITS=options.sink_logits is not None, OVERLAP=plan.overlap, HIDES=options.mask is not None,
         EXACT_TOKENS=plan.launch.exact_tokens, W=plan.launch.num_warps,
         num_warps=launch.num_warps, **overlap,
     )  # fmt: skip

@@ -18,7 +18,9 @@ from hf_turboquant.ops.triton.fast_primitives import start_next
     do_not_specialize=[
         "group_size", "q_len", "packed_splits", "slots",
         "key_low0", "key_high0", "key_low1", "key_high1", "value_low", "value_high",
-    ]
+        "mask_stride_batch", "mask_stride_head", "mask_stride_row",
+    ],
+    do_not_specialize_on_alignment=["mask_ptr"],
 )  # fmt: skip
 def static_attend_kernel(
     query_ptr, query8_ptr, query16_ptr, query_scale_ptr, arena_ptr, lengths_ptr,
@@ -28,12 +30,14 @@ def static_attend_kernel(
     value_stride_batch, value_stride_head, value_stride_token,
     num_heads, group_size, q_len, packed_splits, block_stride, slots, qk_scale,
     key_low0, key_high0, key_low1, key_high1, value_low, value_high, value_scale,
-    K: gl.constexpr, V: gl.constexpr, KEY_BYTES: gl.constexpr, RECORD_BYTES: gl.constexpr,
+    mask_ptr, mask_stride_batch, mask_stride_head, mask_stride_row, mask_stride_key, softcap,
+    K: gl.constexpr, V: gl.constexpr, H: gl.constexpr, KEY_BYTES: gl.constexpr, RECORD_BYTES: gl.constexpr,
     TILES: gl.constexpr, EXACT_TOKENS: gl.constexpr, AHEAD: gl.constexpr, OVERLAP: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Write the partial result of one run of tokens, if it is one. Grid: ``(batch * heads, splits, row tiles)``.
 
-    See ``fast_attend_kernel``. Every exact token is visible to every query: there is one query position.
+    See ``fast_attend_kernel``. There is one query position, the last, so that only a mask hides tokens; it has a column
+    for every token there is room for.
     """
     if OVERLAP:
         start_next()
@@ -42,6 +46,14 @@ def static_attend_kernel(
     num_rows = group_size * q_len
     first_row = gl.program_id(2) * (4 * TILES)
     row_base = (batch_head * gl.num_programs(1) + pid_split) * num_rows
+    masking = ()
+    if not H.is_plain:
+        mask_offset = batch_head // num_heads * mask_stride_batch
+        mask_offset += batch_head % num_heads * group_size * mask_stride_head
+        masking = (
+            mask_ptr + mask_offset, mask_stride_head, mask_stride_row, mask_stride_key, q_len,
+            gl.load(lengths_ptr), 0, softcap,
+        )  # fmt: skip
     if pid_split < packed_splits:
         num_blocks = gl.load(lengths_ptr + 1)
         # whole rounds of all warps, as even as they go
@@ -54,14 +66,17 @@ def static_attend_kernel(
             _attend_packed(
                 query8_ptr, query16_ptr, query_scale_ptr, arena_ptr, lengths_ptr, lengths_ptr,
                 partial_ptr, peak_ptr, total_ptr, row_base, first_row, num_rows, tile_base,
-                batch_head * RECORD_BYTES, low, high, block_stride,
+                batch_head * RECORD_BYTES, low, high, block_stride, masking, lengths_ptr,
                 key_low0, key_high0, key_low1, key_high1, value_low, value_high, value_scale,
-                K, V, KEY_BYTES, TILES, False, AHEAD, OVERLAP, W,
+                K, V, H, KEY_BYTES, TILES, False, AHEAD, OVERLAP, W,
             )  # fmt: skip
     else:
         num_sinks = gl.load(lengths_ptr)
         tail_start = gl.load(lengths_ptr + 2)
         tail_len = gl.load(lengths_ptr + 3)
+        tail_column = num_sinks
+        if H.hides:
+            tail_column = num_sinks + 128 * gl.load(lengths_ptr + 1)
         tiles = (num_sinks + EXACT_TOKENS - 1) // EXACT_TOKENS + (tail_len + EXACT_TOKENS - 1) // EXACT_TOKENS
         exact_splits = gl.num_programs(1) - packed_splits
         share = (tiles + exact_splits - 1) // exact_splits
@@ -79,6 +94,6 @@ def static_attend_kernel(
                 partial_ptr, peak_ptr, total_ptr, query_stride_head, query_stride_row,
                 key_stride_token, value_stride_token, key_stride_token, value_stride_token,
                 row_base, first_row, num_rows, q_len, low, high,
-                num_sinks, tail_start, tail_len, slots, qk_scale,
-                K, V, TILES, EXACT_TOKENS, False, W,
+                num_sinks, tail_start, tail_len, slots, qk_scale, masking, tail_column,
+                K, V, H, TILES, EXACT_TOKENS, False, W,
             )  # fmt: skip

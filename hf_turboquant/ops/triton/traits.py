@@ -209,6 +209,38 @@ class VectorTraits:
         return torch.finfo(names[self.norm_dtype]).max
 
 
+@dataclass(frozen=True)
+class MaskTraits:
+    """What a call does to scores before the softmax, as constants.
+
+    Attributes:
+        kind: Of the mask: ``none``, ``bool`` or ``float``.
+        window: Whether tokens before a bound are hidden.
+        softcap: Whether scores are capped.
+        by_row: Whether mask or bound differ among the query rows of a KV head.
+    """
+
+    kind: str = "none"
+    window: bool = False
+    softcap: bool = False
+    by_row: bool = False
+
+    @property
+    def hides(self) -> bool:
+        """Whether tokens that are there may be hidden."""
+        return self.kind != "none" or self.window
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether scores are left as they are."""
+        return not (self.hides or self.softcap)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scores must be exponents of 2 for it, not multiples of what a query is in units of."""
+        return self.softcap or self.kind == "float"
+
+
 @lru_cache(maxsize=256)
 def traits_of(fmt: VectorFormat) -> VectorTraits:
     """Return the constants of a format.
