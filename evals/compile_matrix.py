@@ -36,6 +36,7 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from evals.compile_cases import build_cases as growing_cases
 from evals.compile_static import STATIC_KERNELS, static_cases
+from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops.triton import append_kernel, attend_launch, dequantize_kernel, fast_attend, quantize_kernel
 
 CAPABILITIES = (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)
@@ -176,9 +177,22 @@ def compile_launch(launch: Launch, capability: int) -> dict[str, float]:
         elements = 128 * (launch.arguments["K"].head_dim + launch.arguments["V"].head_dim)
         # the warps of the fast kernel read a block each, the others share one
         warps = 1 if launch.is_gluon else launch.options["num_warps"]
-        cost["lane_ops"] = round(len(loop) * 32 * warps / elements, 2)
+        cost["lane_ops"] = round(_executed(launch, sass) * 32 * warps / elements, 2)
         cost["barriers"] = sum("BAR.SYNC" in line for line in loop)
     return cost
+
+
+def _executed(launch: Launch, sass: str) -> int:
+    """Return how many instructions run for one block: those of the largest loop.
+
+    Where there is a loop over the steps of a block, its instructions count for every step.
+    """
+    found = loops(sass)
+    if launch.name != "attend_kernel" or not launch.arguments["V"].has_word_order:
+        return max(map(len, found), default=0)
+    again = BLOCK_TOKENS // launch.arguments["TOKENS"] - 1
+    nested = [(len(outer), len(inner)) for outer in found for inner in found if inner != outer and inner[0] in outer]
+    return max((outer + again * inner for outer, inner in nested), default=0)
 
 
 def assemble(launch: Launch, capability: int) -> tuple[str, dict[str, float]]:

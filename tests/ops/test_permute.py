@@ -12,11 +12,12 @@ import torch
 from hf_turboquant.packing import fold_codes, plane_widths
 
 pytest.importorskip("triton")
-from hf_turboquant.ops.triton.permute import _assembly, _shift_assembly
+from hf_turboquant.ops.triton.permute import _assembly, _shift_assembly, _word_assembly
 
 # the functions behind triton's constexpr_function
 ASSEMBLE = getattr(_assembly, "__wrapped__", _assembly)
 ASSEMBLE_SHIFT = getattr(_shift_assembly, "__wrapped__", _shift_assembly)
+ASSEMBLE_WORD = getattr(_word_assembly, "__wrapped__", _word_assembly)
 
 
 def _permute(low: int, high: int, selector: int) -> int:
@@ -64,19 +65,17 @@ def _word(values: np.ndarray) -> int:
 
 
 def _tables(bits: int, magnitudes: np.ndarray) -> dict[str, int]:
-    """Return the table operands, four registers apart, as ``prepare_table`` lays them out."""
+    """Return the table operands as ``prepare_table`` lays them out."""
     if bits <= 2:
         halves = [np.concatenate([-magnitudes, magnitudes])]
-        first = 3
     else:
         halves = [-magnitudes[:4], -magnitudes[4:]] if bits == 4 else [-magnitudes]
-        first = 4 if bits == 3 else 3
     operands: dict[str, int] = {}
     for index, part in enumerate(halves):
         words = np.zeros(4, np.uint16)
         words[: len(part)] = part.astype(np.float16).view(np.uint16)
-        operands[f"${first + 8 * index}"] = _word(words >> 8)
-        operands[f"${first + 8 * index + 4}"] = _word(words & 255)
+        operands[f"T{2 * index}"] = _word(words >> 8)
+        operands[f"T{2 * index + 1}"] = _word(words & 255)
     return operands
 
 
@@ -97,13 +96,22 @@ def test_every_byte(bits: int) -> None:
             sign_shift = part * 2
             if bits == 3:
                 folded = folded | ((signs >> sign_shift) & 1) << 2
-            operands = {"$2": _word(packed)} | (_tables(bits, magnitudes) if bits < 8 else {})
+            operands = {"W": _word(packed)} | (_tables(bits, magnitudes) if bits < 8 else {})
             if bits == 3:
-                operands["$3"] = _word(signs)
+                operands["V"] = _word(signs)
             left = _run(ASSEMBLE(bits, part * width, sign_shift), operands)
-            got = np.array([left["$0"], left["$1"]], np.uint32).view(np.float16)
+            got = np.array([left["X"], left["Y"]], np.uint32).view(np.float16)
             codes = fold_codes(torch.tensor(folded, dtype=torch.uint8), bits).numpy()
             np.testing.assert_array_equal(got, centroids[codes])
+
+
+@pytest.mark.parametrize("names", ["$4", "$4 - $5 $6", "$4 $5 $6 $7", "$4 - $5 $6 $7 $8"], ids=["8", "2", "3", "4"])
+def test_words_name_every_operand(names: str, request: pytest.FixtureRequest) -> None:
+    """A call on words has four results and no operand without a register."""
+    bits = int(request.node.callspec.id)
+    found = set(re.findall(r"\$\d", ASSEMBLE_WORD(bits, 0, names)))
+    assert found == {"$0", "$1", "$2", "$3"} | (set(names.split()) - {"-"})
+    assert not re.search(r"\b(X|Y|W|V|T\d)\b", ASSEMBLE_WORD(bits, 0, names))
 
 
 def test_shift_moves_each_byte_by_its_own_half() -> None:

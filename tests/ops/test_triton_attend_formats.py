@@ -8,6 +8,7 @@ import triton.language as tl
 
 from hf_turboquant.ops import AttendOptions, VectorCodec, reference
 from tests.ops.cases import (
+    DEVICE,
     assert_twice_eager,
     channel_orders,
     draw,
@@ -18,7 +19,7 @@ from tests.ops.cases import (
 
 pytest.importorskip("triton")
 from hf_turboquant.ops import triton as kernels
-from hf_turboquant.ops.triton import launch
+from hf_turboquant.ops.triton import launch, word_tiles
 
 
 def _pair(
@@ -82,6 +83,21 @@ def test_twice_eager(case: str) -> None:
     keys, values = PAIRS[case]()
     view = make_view(keys, values)
     query = draw(1, 3, 1, keys.format.head_dim)
+    options = AttendOptions(scaling=keys.format.head_dim**-0.5)
+    assert_twice_eager(kernels.attend_portable(query, view, options), query, view, options)
+
+
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="compiled kernels keep the order of the Triton they are compiled with"
+)
+@pytest.mark.parametrize("early", [True, False], ids=["triton-3.6", "later"])
+@pytest.mark.parametrize("case", ["k1v1", "k3v3", "k4v4", "k8v8", "split-keys", "prod", "d256"])
+def test_order_of_each_compiler(case: str, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results do not depend on the order in which codes are laid out for the products."""
+    monkeypatch.setattr(word_tiles, "EARLY", tl.constexpr(early))
+    keys, values = PAIRS[case]()
+    view = make_view(keys, values)
+    query = draw(1, 9, 1, keys.format.head_dim)
     options = AttendOptions(scaling=keys.format.head_dim**-0.5)
     assert_twice_eager(kernels.attend_portable(query, view, options), query, view, options)
 

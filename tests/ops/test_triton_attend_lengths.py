@@ -14,6 +14,8 @@ from tests.ops.cases import DEVICE, assert_equals_reference, draw, draw_uniform,
 
 pytest.importorskip("triton")
 from hf_turboquant.ops import triton as kernels
+from hf_turboquant.ops.triton.launch import AttendLaunch, choose_parts, choose_splits, share_splits
+from hf_turboquant.ops.triton.traits import traits_of
 
 KEYS, VALUES = make_codec(2, 32, centered=True), make_codec(3, 32, transposed=True)
 OPTIONS = AttendOptions(0.2, is_causal=True)
@@ -95,6 +97,41 @@ def test_any_number_of_splits(splits: int) -> None:
     view = make_view(KEYS, VALUES, arenas=(3,), tail=(70, 128, 0))
     with mock.patch.object(attend_launch, "choose_splits", lambda count, *rest: min(count, splits)):
         _compare(view, q_len=2)
+
+
+@pytest.mark.parametrize("splits", [2, 5])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_any_number_of_parts_of_a_block(parts: int, splits: int) -> None:
+    """Nor on where a block was cut, between splits or inside one."""
+    view = make_view(KEYS, make_codec(4, 32, transposed=True), arenas=(2,), block_tokens=(128, 77))
+    with (
+        mock.patch.object(attend_launch, "choose_parts", return_value=parts),
+        mock.patch.object(attend_launch, "choose_splits", lambda count, *rest: min(count, splits)),
+    ):
+        _compare(view, q_len=2)
+
+
+SPLITS = {
+    "few-blocks": (4, 32, 8, (4, 128, 6)),
+    "few-blocks-of-long-steps": (2, 32, 8, (2, 64, 6)),
+    "some": (4, 256, 8, (2, 171, 2)),
+    "many": (4, 1024, 8, (2, 187, 1)),
+    "batch": (4, 256, 64, (1, 22, 1)),
+    "more-heads-than-programs": (4, 32, 4096, (1, 1, 1)),
+    "no-blocks": (4, 0, 8, (1, 0, 6)),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_programs_are_as_many_as_run_at_once(case: str) -> None:
+    """Parts of a block, runs of parts, runs of 6 tiles; 132 multiprocessors of 12 programs."""
+    bits, blocks, others, expected = SPLITS[case]
+    values = traits_of(make_codec(bits, 128, transposed=True).format)
+    table = AttendLaunch(8, 32, 32, 1, 1, 12)
+    packed, exact = share_splits(blocks, 6, others, table, 132)
+    parts = choose_parts(blocks, packed, values, table)
+    assert (parts, choose_splits(blocks * parts, packed), choose_splits(6, exact)) == expected
+    assert sum(expected[1:]) * others <= 132 * 12 or others > 132 * 12
 
 
 def test_results_merge() -> None:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_turboquant.ops.triton.attend_tiles import (
-    add_values,
-    attend_exact_tile,
-    key_scores,
+from hf_turboquant.ops.triton.attend_queries import (
     load_exact_query,
     load_query,
     load_query_parts,
     score_exact_mean,
     score_mean,
 )
+from hf_turboquant.ops.triton.attend_tiles import add_values, attend_exact_tile, key_scores, load_values
 from hf_turboquant.ops.triton.primitives import load_table, mask_scores, prepare_table, update_softmax
+from hf_turboquant.ops.triton.word_tiles import step_tokens
 
 # partial results
 
@@ -35,10 +34,38 @@ def _store_channels(
     tl.store(partial_ptr + row_index[None, :] * V.head_dim + START + channels[:, None], acc, mask=mask)
 
 
+@triton.jit
+def _attend_packed(
+    record_ptr, step, tokens, columns, kept, parts0, parts1, sign_parts, exact_parts,
+    table0, table1, sign_table, value_table0, value_table1,
+    mean_scores, peak, total, scale, acc0, acc1, positions, mask_ptrs, mask_stride_key, window, softcap,
+    K: tl.constexpr, V: tl.constexpr, KEY_BYTES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    KEY_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr, EXACT_GROUP_DTYPE: tl.constexpr,
+    PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Fold some tokens of a block into the running softmax."""
+    loaded0, loaded1 = load_values(record_ptr + KEY_BYTES, step, tokens, V, TOKENS, ROWS)
+    scores = key_scores(
+        record_ptr, step, tokens, parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table,
+        mean_scores, K, V, TOKENS, ROWS, KEY_DTYPE, EXACT_GROUP_DTYPE, PERMUTE, PRECISION,
+    )  # fmt: skip
+    scores = mask_scores(
+        scores, columns, kept, positions, mask_ptrs, mask_stride_key, window, softcap,
+        MASK, CAUSAL, WINDOW, SOFTCAP, KEPT,
+    )  # fmt: skip
+    weights, peak, total, decay = update_softmax(scores, peak, total)
+    scale, acc0, acc1 = add_values(
+        record_ptr + KEY_BYTES, loaded0, loaded1, weights, decay, scale, acc0, acc1, value_table0, value_table1,
+        V, step, TOKENS, ROWS, VALUE_DTYPE, PERMUTE, PRECISION,
+    )  # fmt: skip
+    return peak, total, scale, acc0, acc1
+
+
 # what changes from step to step must not be compiled for
 _CHANGING = [
     "mask_stride_batch", "mask_stride_head", "mask_stride_row", "seq_len",
-    "first_block", "num_blocks", "blocks_per_split", "packed_splits",
+    "first_block", "num_blocks", "block_parts", "parts_per_split", "packed_splits",
     "num_sinks", "packed_tokens", "tail_start", "tail_len", "tiles_per_split", "window",
 ]  # fmt: skip
 
@@ -57,7 +84,7 @@ def attend_kernel(
     tail_value_stride_batch, tail_value_stride_head, tail_value_stride_token,
     mask_stride_batch, mask_stride_head, mask_stride_row, mask_stride_key,
     num_heads, group_size, q_len, seq_len,
-    first_block, num_blocks, blocks_per_split, packed_splits, block_stride,
+    first_block, num_blocks, block_parts, parts_per_split, packed_splits, block_stride,
     num_sinks, packed_tokens, tail_start, tail_len, tail_slots, tiles_per_split,
     qk_scale, window, softcap,
     K: tl.constexpr, V: tl.constexpr, KEY_BYTES: tl.constexpr, RECORD_BYTES: tl.constexpr,
@@ -70,8 +97,9 @@ def attend_kernel(
     """Write the partial result of one run of tokens. Grid: ``(splits, batch * heads, row tiles)``.
 
     The first ``packed_splits`` splits read packed blocks and leave values in their rotated basis; the others read
-    sinks and tail. With ``STATIC``, counts are those at ``lengths_ptr``, the splits divide them among themselves, and
-    one without work writes a result of no tokens.
+    sinks and tail. A block has ``block_parts`` parts of as many steps, 1 unless values have word order; a split is a
+    run of parts. With ``STATIC``, counts are those at ``lengths_ptr``, the splits divide them among themselves, and one
+    without work writes a result of no tokens.
     """
     if STATIC:
         num_sinks = tl.load(lengths_ptr)
@@ -80,7 +108,7 @@ def attend_kernel(
         tail_len = tl.load(lengths_ptr + 3)
         seq_len = tl.load(lengths_ptr + 4)
         packed_tokens = num_blocks * 128
-        blocks_per_split = tl.cdiv(num_blocks, packed_splits)
+        parts_per_split = tl.cdiv(num_blocks * block_parts, packed_splits)
         exact_tiles = tl.cdiv(num_sinks, EXACT_TOKENS) + tl.cdiv(tail_len, EXACT_TOKENS)
         tiles_per_split = tl.cdiv(exact_tiles, tl.num_programs(0) - packed_splits)
     K0: tl.constexpr = K.first
@@ -120,18 +148,20 @@ def attend_kernel(
                 load_query(rot_query_ptr, rot_rows * K.head_dim, mask_rows, 0, K.head_dim, K.head_dim_pad, KEY_DTYPE),
             )
         else:
-            parts0 = load_query_parts(rot_query_ptr, rot_rows * K.head_dim, mask_rows, K0, KEY_DTYPE)
+            parts0 = load_query_parts(rot_query_ptr, rot_rows * K.head_dim, mask_rows, K0, ROWS, KEY_DTYPE)
             if K.num_groups > 0:
                 table0 = load_table(key_centroids0_ptr, K0.bits, PERMUTE)
             if K.num_groups == 2:
-                parts1 = load_query_parts(rot_query_ptr, rot_rows * K.head_dim, mask_rows, K1, KEY_DTYPE)
+                parts1 = load_query_parts(rot_query_ptr, rot_rows * K.head_dim, mask_rows, K1, ROWS, KEY_DTYPE)
                 table1 = load_table(key_centroids1_ptr, K1.bits, PERMUTE)
             if K_EXACT.size > 0:
                 exact_parts = (
                     load_exact_query(exact_query_ptr, rot_rows * K_EXACT.size, mask_rows, K_EXACT, EXACT_GROUP_DTYPE),
                 )
             if K.signs >= 0:
-                sign_parts = load_query_parts(sign_query_ptr, rot_rows * K.head_dim, mask_rows, K_SIGNS, KEY_DTYPE)
+                sign_parts = load_query_parts(
+                    sign_query_ptr, rot_rows * K.head_dim, mask_rows, K_SIGNS, ROWS, KEY_DTYPE
+                )
                 sign_table = prepare_table((tl.full([], 1.0, tl.float32),), 1, PERMUTE)
         if V.kind == "mse":
             value_table0 = load_table(value_centroids0_ptr, V0.bits, PERMUTE)
@@ -143,8 +173,11 @@ def attend_kernel(
         acc1 = tl.zeros([ACC1, ROWS], tl.float32)
         scale = 1.0e-30
         block_bytes = block_stride.to(tl.int64)
-        low = first_block + pid_split * blocks_per_split
-        for block in tl.range(low, tl.minimum(low + blocks_per_split, num_blocks), num_stages=NUM_STAGES):
+        steps = 128 // TOKENS // block_parts
+        low = first_block * block_parts + pid_split * parts_per_split
+        high = tl.minimum(low + parts_per_split, num_blocks * block_parts)
+        for part in tl.range(low, high, num_stages=NUM_STAGES):
+            block = part // block_parts
             if TABLE:
                 record_ptr = tl.load(block_address_ptr + block).to(tl.pointer_type(tl.uint8))
                 start = tl.load(block_start_ptr + block)
@@ -161,21 +194,27 @@ def attend_kernel(
                     mean_scores += score_mean(record_ptr, parts1, K, K1)
                 if K_EXACT.size > 0:
                     mean_scores += score_exact_mean(record_ptr, exact_parts[0], K, K_EXACT)
-            for step in tl.static_range(128 // TOKENS):
-                tokens = step * TOKENS + tl.arange(0, TOKENS)
-                scores = key_scores(
-                    record_ptr, tokens, parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table,
-                    mean_scores, K, TOKENS, ROWS, KEY_DTYPE, EXACT_GROUP_DTYPE, PERMUTE, PRECISION,
-                )  # fmt: skip
-                scores = mask_scores(
-                    scores, num_sinks + start + tokens, tokens < count, positions, mask_ptrs, mask_stride_key, window,
-                    softcap, MASK, CAUSAL_BLOCKS, WINDOW, SOFTCAP, TABLE,
-                )  # fmt: skip
-                weights, peak, total, decay = update_softmax(scores, peak, total)
-                scale, acc0, acc1 = add_values(
-                    record_ptr + KEY_BYTES, weights, decay, scale, acc0, acc1, value_table0, value_table1,
-                    V, step, TOKENS, VALUE_DTYPE, PERMUTE, PRECISION,
-                )  # fmt: skip
+            if V.has_word_order:
+                first = part % block_parts * steps
+                for step in tl.range(first, first + steps, num_stages=1):
+                    tokens = step_tokens(step, V, TOKENS)
+                    peak, total, scale, acc0, acc1 = _attend_packed(
+                        record_ptr, step, tokens, num_sinks + start + tokens, tokens < count,
+                        parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table, value_table0, value_table1,
+                        mean_scores, peak, total, scale, acc0, acc1, positions, mask_ptrs, mask_stride_key, window,
+                        softcap, K, V, KEY_BYTES, TOKENS, ROWS, KEY_DTYPE, VALUE_DTYPE, EXACT_GROUP_DTYPE, PERMUTE,
+                        PRECISION, MASK, CAUSAL_BLOCKS, WINDOW, SOFTCAP, TABLE,
+                    )  # fmt: skip
+            else:
+                for step in tl.static_range(128 // TOKENS):
+                    tokens = step_tokens(step, V, TOKENS)
+                    peak, total, scale, acc0, acc1 = _attend_packed(
+                        record_ptr, step, tokens, num_sinks + start + tokens, tokens < count,
+                        parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table, value_table0, value_table1,
+                        mean_scores, peak, total, scale, acc0, acc1, positions, mask_ptrs, mask_stride_key, window,
+                        softcap, K, V, KEY_BYTES, TOKENS, ROWS, KEY_DTYPE, VALUE_DTYPE, EXACT_GROUP_DTYPE, PERMUTE,
+                        PRECISION, MASK, CAUSAL_BLOCKS, WINDOW, SOFTCAP, TABLE,
+                    )  # fmt: skip
         if V.kind == "exact":
             _store_channels(partial_ptr, partial_rows, mask_rows, acc0, 0, V.head_dim, ACC0, V)
         else:
@@ -196,7 +235,7 @@ def attend_kernel(
         high = tl.minimum(low + tiles_per_split, sink_tiles + tl.cdiv(tail_len, EXACT_TOKENS))
         key_ptr = sink_keys_ptr + batch * sink_key_stride_batch + head * sink_key_stride_head
         value_ptr = sink_values_ptr + batch * sink_value_stride_batch + head * sink_value_stride_head
-        for tile in range(low, tl.minimum(high, sink_tiles)):
+        for tile in tl.range(low, tl.minimum(high, sink_tiles), num_stages=1):
             tokens = tile * EXACT_TOKENS + tl.arange(0, EXACT_TOKENS)
             peak, total, acc = attend_exact_tile(
                 key_ptr, value_ptr, sink_key_stride_token, sink_value_stride_token, tokens, tokens, tokens < num_sinks,
@@ -209,7 +248,7 @@ def attend_kernel(
         if CAUSAL_EXACT:
             visible = tl.max(positions, 0) + 1 - tail_column
             high = tl.minimum(high, sink_tiles + tl.cdiv(tl.maximum(visible, 0), EXACT_TOKENS))
-        for tile in range(tl.maximum(low, sink_tiles), high):
+        for tile in tl.range(tl.maximum(low, sink_tiles), high, num_stages=1):
             tokens = (tile - sink_tiles) * EXACT_TOKENS + tl.arange(0, EXACT_TOKENS)
             slots = (tail_start + tokens) % tail_slots
             peak, total, acc = attend_exact_tile(

@@ -14,10 +14,15 @@ from hf_turboquant.ops.triton.combine_kernel import combine_kernel, rotate_query
 from hf_turboquant.ops.triton.launch import (
     attend_launch,
     can_permute,
+    choose_parts,
     choose_splits,
+    combine_launch,
     device_limits,
     device_of,
+    packed_step,
     product_dtypes,
+    rotate_launch,
+    share_splits,
 )
 from hf_turboquant.ops.triton.portable_plan import Pieces, PortablePlan, allocate, split_scratch
 from hf_turboquant.ops.triton.replay import Launcher, Recorder, as_is
@@ -130,7 +135,7 @@ def _can_prepare(query: torch.Tensor, view: KVView, options: AttendOptions) -> b
     return in_order and all(tensor.untyped_storage().data_ptr() != storage for tensor in stored)
 
 
-_BLOCK_NUMBERS = ("first_block", "blocks_per_split")
+_BLOCK_NUMBERS = ("first_block", "parts_per_split")
 
 
 def _numbers_of(query: torch.Tensor, view: KVView, plan: PortablePlan) -> Numbers:
@@ -166,13 +171,15 @@ def _plan(query: torch.Tensor, view: KVView, options: AttendOptions) -> Portable
     if window is not None:
         # it starts in one block and ends in another
         blocks = min(blocks, (window + q_len) // BLOCK_TOKENS + 2)
-    packed_splits = choose_splits(blocks, others, launch, num_sms)
     # room instead of use
     room = view.tail_keys.shape[-2]
     tiles = -(-view.num_sinks // launch.exact_tokens) + -(-room // launch.exact_tokens)
-    exact_splits = choose_splits(tiles, others, launch, num_sms)
+    packed_wanted, exact_wanted = share_splits(blocks, tiles, others, launch, num_sms)
+    parts = choose_parts(blocks, packed_wanted, values, launch)
+    packed_splits = choose_splits(blocks * parts, packed_wanted)
+    exact_splits = choose_splits(tiles, exact_wanted)
     tiles_per_split = -(-tiles // exact_splits) if exact_splits else 0
-    return PortablePlan(keys, values, dtypes, launch, num_rows, packed_splits, tiles_per_split, exact_splits)
+    return PortablePlan(keys, values, dtypes, launch, num_rows, parts, packed_splits, tiles_per_split, exact_splits)
 
 
 def _window_of_blocks(view: KVView, options: AttendOptions) -> int | None:
@@ -181,9 +188,9 @@ def _window_of_blocks(view: KVView, options: AttendOptions) -> int | None:
 
 
 def _block_numbers(query: torch.Tensor, view: KVView, options: AttendOptions, plan: PortablePlan) -> tuple[int, int]:
-    """Return the first block to read, and how many blocks each split reads."""
+    """Return the first block to read, and how many parts of blocks each split reads."""
     first_block = first_block_of(view, query.shape[2], options)
-    return first_block, -(-(view.num_blocks - first_block) // max(plan.packed_splits, 1))
+    return first_block, -(-(view.num_blocks - first_block) * plan.block_parts // max(plan.packed_splits, 1))
 
 
 def first_block_of(view: KVView, q_len: int, options: AttendOptions) -> int:
@@ -234,16 +241,15 @@ def _rotate_query(
     """Rotate the query, project it, and take its exact channels, as the keys need it."""
     batch, num_q_heads, q_len, head_dim = query.shape
     tables = view.keys.tables
-    columns = plan.keys.head_dim_pad if plan.keys.signs >= 0 else min(32, plan.keys.head_dim_pad)
+    tile_rows, columns, block_k, num_warps = rotate_launch(plan.keys, plan.num_rows)
     scaling = _score_scaling(options)
-    tile_rows = 16
     grid = (-(-plan.num_rows // tile_rows), batch * view.num_kv_heads, -(-head_dim // columns))
     launcher(rotate_query_kernel)[grid](
         query, *matrices_or(tables, query, "channel_order", "rotation", "projection"), *rotated,
         *query.stride()[:3], view.num_kv_heads, num_q_heads // view.num_kv_heads, q_len,
         scaling, scaling * tables.projection_scale,
-        K=plan.keys, ROWS=tile_rows, COLUMNS=columns, BLOCK_K=16, ROTATED=tables.rotation is not None,
-        HAS_ORDER=tables.channel_order is not None, PRECISION="ieee", num_warps=4,
+        K=plan.keys, ROWS=tile_rows, COLUMNS=columns, BLOCK_K=block_k, ROTATED=tables.rotation is not None,
+        HAS_ORDER=tables.channel_order is not None, PRECISION="ieee", num_warps=num_warps,
     )  # fmt: skip
 
 
@@ -277,7 +283,7 @@ def _launch_attend(
     mask_kind, mask, strides = mask_arguments(options, query)
     if not plan.num_splits:
         return
-    first_block, blocks_per_split = _block_numbers(query, view, options, plan)
+    first_block, parts_per_split = _block_numbers(query, view, options, plan)
     grid = (plan.num_splits, batch * heads, -(-plan.num_rows // launch.rows))
     launcher(attend_kernel)[grid](
         query, *rotated, arena, *table,
@@ -285,27 +291,23 @@ def _launch_attend(
         *sinks, *tails, mask, arena if lengths is None else lengths, *partials, *query.stride()[:3],
         *(stride for tensor in (*sinks, *tails) for stride in tensor.stride()[:3]), *strides,
         heads, num_q_heads // heads, q_len, view.seq_len,
-        first_block, view.num_blocks, blocks_per_split, plan.packed_splits,
+        first_block, view.num_blocks, plan.block_parts, parts_per_split, plan.packed_splits,
         arena.stride(0), view.num_sinks, view.packed_tokens, view.tail_start, view.tail_len,
         max(view.tail_keys.shape[-2], 1), plan.tiles_per_split,
         _score_scaling(options), options.sliding_window or 0, options.softcap or 1.0,
         K=plan.keys, V=plan.values, KEY_BYTES=view.record.value_offset, RECORD_BYTES=view.record.nbytes,
-        ROWS=launch.rows, TOKENS=_packed_step(plan), EXACT_TOKENS=launch.exact_tokens, NUM_STAGES=launch.num_stages,
+        ROWS=launch.rows, TOKENS=packed_step(plan.values, launch), EXACT_TOKENS=launch.exact_tokens,
+        NUM_STAGES=launch.num_stages,
         KEY_DTYPE=plan.dtypes.keys, VALUE_DTYPE=plan.dtypes.values, EXACT_DTYPE=plan.dtypes.exact,
         EXACT_GROUP_DTYPE=plan.dtypes.exact_group, PRECISION="ieee", PERMUTE=can_permute(plan.dtypes.codes),
         MASK=mask_kind, CAUSAL_BLOCKS=causal and _hides_blocks(query, view), CAUSAL_EXACT=causal,
         WINDOW=windowed, SOFTCAP=options.softcap is not None, TABLE=block_table is not None, STATIC=lengths is not None,
-        num_warps=launch.num_warps,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
 
 
 def _table_tensors(table: BlockTable) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return table.addresses, table.starts, table.counts
-
-
-def _packed_step(plan: PortablePlan) -> int:
-    """Return how many packed tokens are scored at a time: no more than a part of a byte row of the values holds."""
-    return min([plan.launch.packed_tokens, *(group.row_bytes for group in plan.values.groups)])
 
 
 def mask_arguments(options: AttendOptions, absent: torch.Tensor) -> tuple[str, torch.Tensor, tuple[int, ...]]:
@@ -333,11 +335,12 @@ def _launch_combine(
     batch, num_q_heads, q_len, head_dim = out.shape
     heads, tables = view.num_kv_heads, view.values.tables
     rotated = tables.rotation is not None
-    launcher(combine_kernel)[(plan.num_rows, batch * heads)](
+    tile, columns, num_warps = combine_launch(plan.packed_splits, plan.num_splits, plan.values.head_dim_pad)
+    launcher(combine_kernel)[(plan.num_rows, batch * heads, -(-head_dim // columns))](
         *partials, *matrices_or(tables, out, "rotation", "channel_order"),
         out if options.sink_logits is None else options.sink_logits.contiguous(), out, out if lse is None else lse,
         heads, num_q_heads // heads, q_len, plan.packed_splits if rotated else 0, plan.num_splits,
         HEAD_DIM=head_dim, HEAD_DIM_PAD=plan.values.head_dim_pad,
-        TILE=16, COLUMNS=min(32, plan.values.head_dim_pad), HAS_ORDER=tables.channel_order is not None,
-        SINK_LOGITS=options.sink_logits is not None, LSE=lse is not None, num_warps=4,
+        TILE=tile, COLUMNS=columns, HAS_ORDER=tables.channel_order is not None,
+        SINK_LOGITS=options.sink_logits is not None, LSE=lse is not None, num_warps=num_warps,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pieces of attend: query operands, scores of a tile of keys, and weighted sums of a tile of values."""
+"""Pieces of attend: scores of a tile of keys, and weighted sums of a tile of values."""
 
 from __future__ import annotations
 
@@ -14,72 +14,13 @@ from hf_turboquant.ops.triton.primitives import (
     mask_scores,
     update_softmax,
 )
-
-# queries
-
-
-@triton.jit
-def load_query(
-    base_ptr, row_offsets, mask_rows, START: tl.constexpr, SIZE: tl.constexpr, PAD: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Return channels ``[START, START + SIZE)`` of the query rows as ``[PAD, rows]``; 0 where there is none."""
-    channels = tl.arange(0, PAD)
-    mask = (channels < SIZE)[:, None] & mask_rows[None, :]
-    return tl.load(base_ptr + row_offsets[None, :] + START + channels[:, None], mask=mask, other=0.0).to(DTYPE)
-
-
-@triton.jit
-def load_query_parts(base_ptr, row_offsets, mask_rows, G: tl.constexpr, DTYPE: tl.constexpr):
-    """Return one ``[row_bytes_pad, rows]`` operand for each code of a byte of group ``G``."""
-    PARTS: tl.constexpr = G.parts
-    parts = ()
-    for part in tl.static_range(PARTS):
-        operand = load_query(
-            base_ptr, row_offsets, mask_rows, G.start + part * G.row_bytes, G.row_bytes, G.row_bytes_pad, DTYPE
-        )
-        parts = parts + (operand,)
-    return parts
-
-
-@triton.jit
-def load_exact_query(base_ptr, row_offsets, mask_rows, E: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the query over channels kept as they are, ``[2 * half, rows]``: rounded, then what rounding left.
-
-    These channels are the strongest there are. The smallest product sums over twice as many as they usually are, so
-    that a query in two parts, against keys twice, costs nothing.
-    """
-    columns = tl.arange(0, 2 * E.half)
-    channels = columns % E.half
-    mask = (channels < E.size)[:, None] & mask_rows[None, :]
-    query = tl.load(base_ptr + row_offsets[None, :] + channels[:, None], mask=mask, other=0.0)
-    rounded = query.to(DTYPE)
-    rest = (query - rounded.to(tl.float32)).to(DTYPE)
-    return tl.where((columns < E.half)[:, None], rounded, rest)
-
-
-@triton.jit
-def score_exact_mean(part_ptr, exact_query, F: tl.constexpr, E: tl.constexpr):
-    """Return the products of the queries with the mean of the block over channels kept as they are, ``[rows]``."""
-    channels = tl.arange(0, 2 * E.half) % E.half
-    mean = load_as_float(part_ptr + F.mean, E.start + channels, channels < E.size, "bf16")
-    return tl.sum(exact_query.to(tl.float32) * mean[:, None], 0)
-
-
-@triton.jit
-def score_mean(part_ptr, parts, F: tl.constexpr, G: tl.constexpr):
-    """Return the products of the queries with the mean of the block over group ``G``, ``[rows]``."""
-    PARTS: tl.constexpr = G.parts
-    channels = tl.arange(0, G.row_bytes_pad)
-    for part in tl.static_range(PARTS):
-        mask = channels < G.row_bytes
-        mean = load_as_float(part_ptr + F.mean, G.start + part * G.row_bytes + channels, mask, "bf16")
-        product = tl.sum(parts[part].to(tl.float32) * mean[:, None], 0)
-        if part == 0:
-            scores = product
-        else:
-            scores += product
-    return scores
-
+from hf_turboquant.ops.triton.word_tiles import (
+    add_word_values,
+    in_positions,
+    load_norms,
+    load_value_words,
+    word_scores,
+)
 
 # packed blocks
 
@@ -91,6 +32,22 @@ def _group_scores(
     DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the products of ``TOKENS`` keys of a block with the queries over group ``G``, without norms."""
+    if G.row_words > 0:
+        scores = word_scores(part_ptr, tokens, parts, table, G, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
+    else:
+        scores = _byte_scores(part_ptr, tokens, parts, table, G, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
+    if G.bits == 8:
+        scores *= table[0]
+    return scores
+
+
+@triton.jit
+def _byte_scores(
+    part_ptr, tokens, parts, table,
+    G: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do what :func:`word_scores` does for rows that are not whole words of four lanes."""
     columns = tl.arange(0, G.row_bytes_pad)
     mask = ((columns < G.row_bytes) & (columns >= 0))[None, :]
     packed = tl.load(part_ptr + G.codes + tokens[:, None] * G.row_bytes + columns[None, :], mask=mask, other=0)
@@ -105,8 +62,6 @@ def _group_scores(
     for part in tl.static_range(PARTS):
         levels = lookup(packed, signs, table, G.bits, part * G.width, 2 * part, DTYPE, PERMUTE)
         scores = add_product(scores, levels, parts[part], PRECISION)
-    if G.bits == 8:
-        scores *= table[0]
     return scores
 
 
@@ -124,8 +79,8 @@ def _exact_group_scores(
 
 @triton.jit
 def key_scores(
-    part_ptr, tokens, parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table, mean_scores,
-    F: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    part_ptr, step, tokens, parts0, parts1, sign_parts, exact_parts, table0, table1, sign_table, mean_scores,
+    F: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DTYPE: tl.constexpr, EXACT_GROUP_DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the scores ``[TOKENS, ROWS]`` of keys of a block."""
@@ -142,23 +97,23 @@ def key_scores(
         keys = load_as_float(part_ptr + F.exact, offsets, there[:, None] & (channels < F.head_dim)[None, :], EXACT)
         scores = tl.dot(keys.to(DTYPE), parts0[0], input_precision=PRECISION)
     elif F.kind == "qjl":
-        norms = load_as_float(part_ptr + F.norms, tokens, there, NORM)
+        norms = load_norms(part_ptr + F.norms, step, tokens, V, TOKENS, ROWS, NORM)
         scores = _group_scores(part_ptr, tokens, sign_parts, sign_table, SIGNS, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
-        scores *= norms[:, None]
+        scores *= norms
     else:
-        norms = load_as_float(part_ptr + F.norms, tokens, there, NORM)
+        norms = load_norms(part_ptr + F.norms, step, tokens, V, TOKENS, ROWS, NORM)
         scores = _group_scores(part_ptr, tokens, parts0, table0, G0, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
-        scores *= norms[:, None]
+        scores *= norms
         if F.num_groups == 2:
-            norms = load_as_float(part_ptr + F.norms, 128 + tokens, there, NORM)
+            norms = load_norms(part_ptr + F.norms + 128 * F.norm_bytes, step, tokens, V, TOKENS, ROWS, NORM)
             other = _group_scores(part_ptr, tokens, parts1, table1, G1, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION)
-            scores += other * norms[:, None]
+            scores += other * norms
         if F.kind == "prod":
-            norms = load_as_float(part_ptr + F.residual_norms, tokens, there, NORM)
+            norms = load_norms(part_ptr + F.residual_norms, step, tokens, V, TOKENS, ROWS, NORM)
             signs = _group_scores(
                 part_ptr, tokens, sign_parts, sign_table, SIGNS, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION
             )
-            scores += signs * norms[:, None]
+            scores += signs * norms
         if E.size > 0:
             scores += _exact_group_scores(part_ptr, tokens, exact_parts[0], F, E, EXACT_GROUP_DTYPE, PRECISION)
     if F.centered:
@@ -167,20 +122,62 @@ def key_scores(
 
 
 @triton.jit
+def _load_value_group(
+    part_ptr, step, tokens, F: tl.constexpr, G: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return the norms of group ``G`` of the values, and the words with codes where they are read by words."""
+    NORM: tl.constexpr = F.norm_dtype
+    words = ()
+    if F.has_word_order:
+        words = load_value_words(part_ptr, step, G)
+    norms = load_norms(part_ptr + F.norms + G.index * 128 * F.norm_bytes, step, tokens, F, TOKENS, ROWS, NORM)
+    return norms, words
+
+
+@triton.jit
+def load_values(part_ptr, step, tokens, F: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """Load what a step reads of values that are coded by centroids, for both groups of channels.
+
+    This is before the scores of the step are computed, so that memory answers meanwhile.
+    """
+    G0: tl.constexpr = F.first
+    G1: tl.constexpr = F.second
+    loaded0 = ()
+    loaded1 = ()
+    if F.kind == "mse":
+        loaded0 = _load_value_group(part_ptr, step, tokens, F, G0, TOKENS, ROWS)
+        if F.num_groups == 2:
+            loaded1 = _load_value_group(part_ptr, step, tokens, F, G1, TOKENS, ROWS)
+    return loaded0, loaded1
+
+
+@triton.jit
 def _add_group_values(
-    part_ptr, weights, acc, table, scale,
-    F: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+    part_ptr, loaded, weights, acc, table, scale,
+    F: tl.constexpr, G: tl.constexpr, STEP, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add ``values . weights`` of tokens ``[STEP * TOKENS, (STEP + 1) * TOKENS)`` to ``acc`` ``[channels, rows]``."""
-    NORM: tl.constexpr = F.norm_dtype
-    FIRST: tl.constexpr = STEP * TOKENS
-    tokens = tl.arange(0, TOKENS)
-    norms = load_as_float(part_ptr + F.norms, G.index * 128 + FIRST + tokens, tokens >= 0, NORM)
-    norms *= scale
+    """Add ``values . weights`` of the tokens of a step to ``acc`` ``[channels, rows]``."""
+    norms = loaded[0] * scale
     if G.bits == 8:
         norms *= table[0]
-    weights = (weights * norms[:, None]).to(DTYPE)
+    weights = in_positions((weights * norms).to(DTYPE), F, TOKENS, ROWS)
+    if F.has_word_order:
+        acc = add_word_values(loaded[1], weights, acc, table, G, TOKENS, DTYPE, PERMUTE, PRECISION)
+    else:
+        acc = _add_byte_values(part_ptr, weights, acc, table, G, STEP, TOKENS, DTYPE, PERMUTE, PRECISION)
+    return acc
+
+
+@triton.jit
+def _add_byte_values(
+    part_ptr, weights, acc, table,
+    G: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+    DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Do what :func:`add_word_values` does, for tokens in ascending order."""
+    FIRST: tl.constexpr = STEP * TOKENS
+    tokens = tl.arange(0, TOKENS)
     channels = tl.arange(0, G.size_pad)
     mask = ((channels < G.size) & (channels >= 0))[:, None]
     offsets = channels[:, None] * G.row_bytes + FIRST % G.row_bytes + tokens[None, :]
@@ -237,23 +234,21 @@ def _add_exact_values(
 
 
 @triton.jit
-def _highest_norm(part_ptr, tokens, F: tl.constexpr):
+def _highest_norm(loaded0, loaded1, F: tl.constexpr):
     """Return the largest value norm of some tokens of a block."""
-    NORM: tl.constexpr = F.norm_dtype
-    highest = tl.max(load_as_float(part_ptr + F.norms, tokens, tokens >= 0, NORM), 0)
+    highest = tl.max(loaded0[0])
     if F.num_groups == 2:
-        other = load_as_float(part_ptr + F.norms, 128 + tokens, tokens >= 0, NORM)
-        highest = tl.maximum(highest, tl.max(other, 0))
+        highest = tl.maximum(highest, tl.max(loaded1[0]))
     return highest
 
 
 @triton.jit
 def add_values(
-    part_ptr, weights, decay, scale, acc0, acc1, table0, table1,
-    F: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr,
+    part_ptr, loaded0, loaded1, weights, decay, scale, acc0, acc1, table0, table1,
+    F: tl.constexpr, STEP, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DTYPE: tl.constexpr, PERMUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rescale both accumulators and add the weighted values of one step.
+    """Rescale both accumulators and add the weighted values of one step, of which :func:`load_values` has loaded parts.
 
     ``scale`` keeps weights in the range of the product's type where norms may leave it: the accumulators hold the
     result divided by the largest norm so far.
@@ -262,8 +257,7 @@ def add_values(
     G1: tl.constexpr = F.second
     inverse = 1.0
     if F.wide_norms:
-        tokens = STEP * TOKENS + tl.arange(0, TOKENS)
-        higher = tl.maximum(scale, _highest_norm(part_ptr, tokens, F))
+        higher = tl.maximum(scale, _highest_norm(loaded0, loaded1, F))
         decay *= scale / higher
         scale = higher
         inverse = 1.0 / higher
@@ -277,14 +271,14 @@ def add_values(
             totals = tl.sum(weights, 0) * inverse
             acc0 = _add_mean(part_ptr, totals, acc0, F, G0)
         acc0 = _add_group_values(
-            part_ptr, weights, acc0, table0, inverse, F, G0, STEP, TOKENS, DTYPE, PERMUTE, PRECISION
+            part_ptr, loaded0, weights, acc0, table0, inverse, F, G0, STEP, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION
         )
         if F.num_groups == 2:
             acc1 *= decay[None, :]
             if F.centered:
                 acc1 = _add_mean(part_ptr, totals, acc1, F, G1)
             acc1 = _add_group_values(
-                part_ptr, weights, acc1, table1, inverse, F, G1, STEP, TOKENS, DTYPE, PERMUTE, PRECISION
+                part_ptr, loaded1, weights, acc1, table1, inverse, F, G1, STEP, TOKENS, ROWS, DTYPE, PERMUTE, PRECISION
             )
     return scale, acc0, acc1
 

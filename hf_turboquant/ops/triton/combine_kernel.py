@@ -74,44 +74,29 @@ def rotate_query_kernel(
 
 @triton.jit
 def _merge(
-    partial_ptr, peak_ptr, base, row_index, row_stride, low, high, channels, mask_channels,
+    partial_ptr, peak_ptr, total_ptr, row_index, row_stride, low, high, channels, mask_channels,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of the partial results of splits ``[low, high)``, each brought to the common peak."""
+    """Return the sum of the partial results of splits ``[low, high)``, the sum of their totals, and their peak."""
     merged = tl.zeros([CHANNELS], tl.float32)
+    peak = tl.full([], -float("inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
     for first in range(low, high, TILE):
         splits = first + tl.arange(0, TILE)
         there = splits < high
         index = row_index + splits.to(tl.int64) * row_stride
-        weight = tl.exp2(tl.load(peak_ptr + index, mask=there, other=-float("inf")) - base)
         mask = there[:, None] & mask_channels[None, :]
         partial = tl.load(partial_ptr + index[:, None] * HEAD_DIM + channels[None, :], mask=mask, other=0.0)
-        merged += tl.sum(partial * weight[:, None], 0)
-    return merged
-
-
-@triton.jit
-def _highest_peak(peak_ptr, row_index, row_stride, num_splits, TILE: tl.constexpr):
-    """Return the largest peak of a row over all splits."""
-    highest = tl.full([TILE], -float("inf"), tl.float32)
-    for first in range(0, num_splits, TILE):
-        splits = first + tl.arange(0, TILE)
-        index = row_index + splits.to(tl.int64) * row_stride
-        highest = tl.maximum(highest, tl.load(peak_ptr + index, mask=splits < num_splits, other=-float("inf")))
-    return tl.max(highest, 0)
-
-
-@triton.jit
-def _merge_totals(total_ptr, peak_ptr, base, row_index, row_stride, num_splits, TILE: tl.constexpr):
-    """Return the sum of the totals of a row, each brought to the common peak."""
-    merged = tl.zeros([TILE], tl.float32)
-    for first in range(0, num_splits, TILE):
-        splits = first + tl.arange(0, TILE)
-        there = splits < num_splits
-        index = row_index + splits.to(tl.int64) * row_stride
-        weight = tl.exp2(tl.load(peak_ptr + index, mask=there, other=-float("inf")) - base)
-        merged += tl.load(total_ptr + index, mask=there, other=0.0) * weight
-    return tl.sum(merged, 0)
+        peaks = tl.load(peak_ptr + index, mask=there, other=-float("inf"))
+        totals = tl.load(total_ptr + index, mask=there, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        decay = tl.exp2(peak - base)
+        weights = tl.exp2(peaks - base)
+        merged = merged * decay + tl.sum(partial * weights[:, None], 0)
+        total = total * decay + tl.sum(totals * weights, 0)
+        peak = new_peak
+    return merged, total, peak
 
 
 @triton.jit(do_not_specialize=["rotated_splits", "num_splits"])
@@ -121,47 +106,53 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, TILE: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_ORDER: tl.constexpr, SINK_LOGITS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query row and write it. Grid: ``(rows of a KV head, batch * heads)``.
+    """Merge the splits of one query row and write ``COLUMNS`` of its channels.
 
-    The first ``rotated_splits`` splits are in the rotated basis of the values.
+    The first ``rotated_splits`` splits are in the rotated basis of the values. Grid: ``(rows of a KV head, batch *
+    heads, head_dim / COLUMNS)``. Every program of a row merges all rotated channels: they are in the cache, and the
+    matrix is read once.
     """
     pid_row = tl.program_id(0)
     pid_batch_head = tl.program_id(1).to(tl.int64)
+    pid_columns = tl.program_id(2)
     num_rows = group_size * q_len
     row_index = pid_batch_head * num_splits * num_rows + pid_row
-    peak = _highest_peak(peak_ptr, row_index, num_rows, num_splits, 128)
     query_head = pid_batch_head * group_size + pid_row // q_len
+    out_row = query_head * q_len + pid_row % q_len
+
+    channels = tl.arange(0, HEAD_DIM_PAD)
+    mask_channels = channels < HEAD_DIM
+    columns = pid_columns * COLUMNS + tl.arange(0, COLUMNS)
+    mask_columns = columns < HEAD_DIM
+    targets = columns.to(tl.int64)
+    if HAS_ORDER:
+        head = pid_batch_head % num_heads
+        targets = tl.load(order_ptr + head * HEAD_DIM + columns, mask=mask_columns, other=0).to(tl.int64)
+    # asked for before what takes longest to come
+    mask = mask_columns[:, None] & (channels < tl.where(rotated_splits > 0, HEAD_DIM, 0))[None, :]
+    matrix = tl.load(rotation_ptr + columns[:, None] * HEAD_DIM + channels[None, :], mask=mask, other=0.0)
+    rotated, rotated_total, rotated_peak = _merge(
+        partial_ptr, peak_ptr, total_ptr, row_index, num_rows, 0, rotated_splits, channels, mask_channels,
+        HEAD_DIM, TILE, HEAD_DIM_PAD,
+    )  # fmt: skip
+    exact, exact_total, exact_peak = _merge(
+        partial_ptr, peak_ptr, total_ptr, row_index, num_rows, rotated_splits, num_splits, targets, mask_columns,
+        HEAD_DIM, 16, COLUMNS,
+    )  # fmt: skip
+
+    peak = tl.maximum(rotated_peak, exact_peak)
     if SINK_LOGITS:
         logit = tl.load(sink_logits_ptr + query_head % (num_heads * group_size)).to(tl.float32) * LOG2E
         peak = tl.maximum(peak, logit)
     base = tl.where(peak == -float("inf"), 0.0, peak)
-    total = _merge_totals(total_ptr, peak_ptr, base, row_index, num_rows, num_splits, 128)
+    rotated_weight = tl.exp2(rotated_peak - base)
+    exact_weight = tl.exp2(exact_peak - base)
+    total = rotated_total * rotated_weight + exact_total * exact_weight
     if SINK_LOGITS:
         total += tl.exp2(logit - base)
     divisor = tl.where(total == 0.0, 1.0, total)
-    out_row = query_head * q_len + pid_row % q_len
+    result = exact * exact_weight + tl.sum(matrix * rotated[None, :], 1) * rotated_weight
+    tl.store(out_ptr + out_row * HEAD_DIM + targets, result / divisor, mask=mask_columns)
     if LSE:
-        tl.store(lse_ptr + out_row, tl.where(total == 0.0, -float("inf"), (base + tl.log2(divisor)) / LOG2E))
-
-    channels = tl.arange(0, HEAD_DIM_PAD)
-    mask_channels = channels < HEAD_DIM
-    rotated = _merge(
-        partial_ptr, peak_ptr, base, row_index, num_rows, 0, rotated_splits, channels, mask_channels,
-        HEAD_DIM, TILE, HEAD_DIM_PAD,
-    )  # fmt: skip
-    for start in range(0, HEAD_DIM, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        mask_columns = columns < HEAD_DIM
-        targets = columns.to(tl.int64)
-        if HAS_ORDER:
-            head = pid_batch_head % num_heads
-            targets = tl.load(order_ptr + head * HEAD_DIM + columns, mask=mask_columns, other=0)
-        result = _merge(
-            partial_ptr, peak_ptr, base, row_index, num_rows, rotated_splits, num_splits, targets, mask_columns,
-            HEAD_DIM, 4, COLUMNS,
-        )  # fmt: skip
-        if rotated_splits > 0:
-            mask = mask_columns[:, None] & mask_channels[None, :]
-            matrix = tl.load(rotation_ptr + columns[:, None] * HEAD_DIM + channels[None, :], mask=mask, other=0.0)
-            result += tl.sum(matrix * rotated[None, :], 1)
-        tl.store(out_ptr + out_row * HEAD_DIM + targets, result / divisor, mask=mask_columns)
+        if pid_columns == 0:
+            tl.store(lse_ptr + out_row, tl.where(total == 0.0, -float("inf"), (base + tl.log2(divisor)) / LOG2E))

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from hf_turboquant.errors import ShapeError
+from hf_turboquant.layout import BLOCK_TOKENS
 from hf_turboquant.ops.backend import interpreting
 from hf_turboquant.ops.triton.traits import DTYPE_NAMES, VectorTraits, next_power_of_2
 from hf_turboquant.ops.view import KVView
@@ -114,6 +115,7 @@ class AttendLaunch:
         num_warps: Warps in a program.
         num_stages: Pipeline stages.
         programs_per_sm: Programs that a streaming multiprocessor should have to hide latency.
+        max_registers: Most registers of a thread, so that as many programs fit; None leaves it to the compiler.
     """
 
     rows: int
@@ -122,6 +124,7 @@ class AttendLaunch:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    max_registers: int | None = None
 
 
 def attend_launch(
@@ -144,6 +147,13 @@ def attend_launch(
     # nor may more than 99 KiB of dense vectors, or of scales and zeros, be on their way
     stages = 1 if values.kind == "group" or (wide and "exact" in (keys.kind, values.kind)) else 2
     if rows <= 16:
+        if keys.word_groups and values.has_word_order:
+            # nothing waits for another warp, or for shared memory: one warp, and as many programs as have registers
+            return (
+                AttendLaunch(rows, 32, 32, 1, 1, 12, 168)
+                if rows == 8 and not wide
+                else AttendLaunch(rows, 32, 32, 1, 1, 8)
+            )
         return AttendLaunch(rows, 32, 32, 2 if wide else 1, stages, 12)
     if rows == 32:
         return AttendLaunch(rows, 32, 32, 4 if wide else 2, stages, 8)
@@ -152,6 +162,35 @@ def attend_launch(
 
 MAX_SPLITS = 256
 """Most partial results that ``combine`` merges for one row."""
+
+
+def rotate_launch(keys: VectorTraits, num_rows: int) -> tuple[int, int, int, int]:
+    """Look up the launch of the kernel that rotates queries.
+
+    Returns:
+        Query rows and columns of a program, channels summed at a time, and warps. A projection of the rotated query
+        needs all columns.
+    """
+    rows = min(next_power_of_2(max(num_rows, 4)), 16)
+    if keys.signs >= 0:
+        return rows, keys.head_dim_pad, min(64 if keys.head_dim_pad <= 128 else 16, keys.head_dim_pad), 8
+    return rows, min(32, keys.head_dim_pad), min(128, keys.head_dim_pad), 4
+
+
+def combine_launch(rotated_splits: int, num_splits: int, channels: int) -> tuple[int, int, int]:
+    """Look up the launch of ``combine``.
+
+    Args:
+        rotated_splits: Partial results of packed tokens.
+        num_splits: Partial results.
+        channels: ``head_dim`` of the values as a tile extent.
+
+    Returns:
+        Partial results merged at a time, channels written by a program, and warps: a warp for 2048 numbers, 64 in a
+        register file lane, that all loads are on their way at once.
+    """
+    tile = min(max(next_power_of_2(rotated_splits), 16), 32768 // channels)
+    return tile, min(channels, 32 if tile < 128 else 64), min(max(tile * channels // 2048, 4), 16)
 
 
 @lru_cache(maxsize=16)
@@ -163,16 +202,55 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     return 10 * properties.major + properties.minor, properties.multi_processor_count
 
 
-def choose_splits(blocks: int, others: int, launch: AttendLaunch, num_sms: int) -> int:
-    """Return into how many runs the packed blocks are cut.
+def packed_step(values: VectorTraits, launch: AttendLaunch) -> int:
+    """Return how many packed tokens are scored at a time.
+
+    Of values that are read by words it is all codes in 16 bytes of a row, of others at most one part of the row.
+    """
+    if values.has_word_order:
+        return 16 * values.first.word_parts
+    return min([launch.packed_tokens, *(group.row_bytes for group in values.groups)])
+
+
+_PART_COST = 0.05
+"""What a part of a block costs whatever its length, in blocks."""
+
+_TILE_COST = 0.5
+"""What a tile of exact tokens costs, in blocks."""
+
+
+def choose_splits(count: int, wanted: int) -> int:
+    """Return into how many runs blocks, parts or tiles are cut: ``wanted`` or less, and none that is empty."""
+    splits = max(1, min(count, wanted, MAX_SPLITS))
+    return -(-count // -(-count // splits)) if count else 0
+
+
+def share_splits(blocks: int, tiles: int, others: int, launch: AttendLaunch, num_sms: int) -> tuple[int, int]:
+    """Return how many runs of blocks and of tiles of exact tokens there should be.
+
+    All programs together are as many as run at the same time, and have about as much to do.
 
     Args:
         blocks: Blocks to read.
+        tiles: Tiles of exact tokens.
         others: Programs there are for one run: batch times KV heads times row tiles.
         launch: Launch of ``attend``.
         num_sms: Streaming multiprocessors.
     """
-    wanted = -(-num_sms * launch.programs_per_sm // others)
-    splits = max(1, min(blocks, wanted, MAX_SPLITS))
-    # no run may be empty
-    return -(-blocks // -(-blocks // splits)) if blocks else 0
+    wanted = max(num_sms * launch.programs_per_sm // others, 1)
+    exact_cost = tiles * _TILE_COST
+    exact = round(wanted * exact_cost / max(blocks + exact_cost, 1))
+    exact = min(max(exact, 1), tiles)
+    return max(wanted - exact, 1), exact
+
+
+def choose_parts(blocks: int, wanted: int, values: VectorTraits, launch: AttendLaunch) -> int:
+    """Return into how many parts each block is cut, that ``wanted`` runs of parts are about as long."""
+    if not values.has_word_order or not blocks:
+        return 1
+
+    def longest(parts: int) -> float:
+        return -(-blocks * parts // choose_splits(blocks * parts, wanted)) * (1 / parts + _PART_COST)
+
+    steps = BLOCK_TOKENS // packed_step(values, launch)
+    return min((parts for parts in (1, 2, 4) if parts <= steps), key=longest)

@@ -27,6 +27,7 @@ class PortablePlan:
         dtypes: Operand types of the products.
         launch: How the attend kernel is launched.
         num_rows: Query rows of a KV head.
+        block_parts: Parts of a block, which splits may divide.
         packed_splits: Splits that read packed blocks.
         tiles_per_split: Tiles of exact tokens of an exact split.
         exact_splits: Splits that read exact tokens.
@@ -37,6 +38,7 @@ class PortablePlan:
     dtypes: ProductDtypes
     launch: AttendLaunch
     num_rows: int
+    block_parts: int
     packed_splits: int
     tiles_per_split: int
     exact_splits: int

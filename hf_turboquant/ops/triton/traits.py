@@ -75,6 +75,28 @@ class GroupTraits:
         return max(self.lane_bytes // 4, 1)
 
     @property
+    def row_words(self) -> int:
+        """Words of a row, of 1-bit codes as if they had two bits; 0 where four lanes cannot read them in equal runs."""
+        words = self.lane_bytes
+        even = self.count * max(self.width, 2) == 32 * words
+        return words if even and words >= 4 and words == next_power_of_2(words) else 0
+
+    @property
+    def word_parts(self) -> int:
+        """Codes in a byte of :attr:`row_words`."""
+        return 8 // max(self.width, 2)
+
+    @property
+    def word_pieces(self) -> int:
+        """Into how many loads a row is cut: a lane loads four words at once."""
+        return max(self.row_words // 16, 1)
+
+    @property
+    def operands(self) -> int:
+        """Products over a row: one for each code of a byte, and for each piece."""
+        return self.word_parts * self.word_pieces if self.row_words else self.parts
+
+    @property
     def row_bytes_pad(self) -> int:
         """``row_bytes`` as a tile extent: a power of two that a matrix product can sum over."""
         return max(next_power_of_2(self.row_bytes), 16)
@@ -157,6 +179,17 @@ class VectorTraits:
         return len(self.groups)
 
     @property
+    def word_groups(self) -> bool:
+        """Whether all codes are read by words."""
+        groups = (*self.groups, self.sign_traits) if self.signs >= 0 else self.groups
+        return bool(groups) and self.exact_group.size == 0 and all(group.row_words for group in groups)
+
+    @property
+    def has_word_order(self) -> bool:
+        """Whether a step over values takes tokens in the order of the words that hold their codes."""
+        return self.kind == "mse" and self.word_groups and len({group.word_parts for group in self.groups}) == 1
+
+    @property
     def head_dim_pad(self) -> int:
         """``head_dim`` as a tile extent."""
         return max(next_power_of_2(self.head_dim), 16)
@@ -201,6 +234,11 @@ class VectorTraits:
     def wide_norms(self) -> bool:
         """Whether vectors have a norm that may leave the range of float16."""
         return self.norms >= 0 and self.norm_dtype != "fp16"
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of a norm."""
+        return 4 if self.norm_dtype == "fp32" else 2
 
     @property
     def norm_limit(self) -> float:
