@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_turboquant.layout import ChannelGroup, VectorFormat
-from hf_turboquant.ops import AttendOptions, KVView, VectorCodec, VectorTables
+from hf_turboquant.ops import AttendOptions, KVView, NewToken, VectorCodec, VectorTables
 from hf_turboquant.ops import triton as kernels
 from hf_turboquant.ops.triton import fast_attend
 
@@ -89,13 +89,19 @@ def _attend(
     rows: int = 4,
     dtype: torch.dtype = torch.bfloat16,
     fast: bool = False,
+    waiting: bool = False,
     **options: Any,
 ) -> None:
     """Attend with ``rows`` query rows for each KV head: heads up to 16, then queries."""
     group_size, q_len = (rows, 1) if rows <= 16 else (4, rows // 4)
     query = torch.zeros(1, 2 * group_size, q_len, keys.format.head_dim, dtype=dtype)
     attend = fast_attend.fast_attend if fast else kernels.attend_portable
-    attend(query, _view(keys, values, dtype), AttendOptions(scaling=0.1, is_causal=True, **options))
+    view = _view(keys, values, dtype)
+    if waiting:
+        rings = (view.tail_keys, view.tail_values)
+        states = [torch.zeros_like(ring[:, :, :1]) for ring in rings]
+        view = view.with_tail(0, 200, NewToken(states[0], states[1], rings, 199))
+    attend(query, view, AttendOptions(scaling=0.1, is_causal=True, **options))
 
 
 def attend_case(head_dim: int, key_bits: tuple[int, ...], value_bits: int, *, rows: int) -> Callable[[], None]:
@@ -186,6 +192,7 @@ def _add_attend(add: Callable[..., None], even: dict[str, Any]) -> None:
     add("fast-split3v2-d128", _attend, *_pair(3, 2, 128, **even), fast=True)
     for head_dim in (64, 128, 256):
         add(f"fast-prod3v2-d{head_dim}", _attend, *_pair(2, 2, head_dim, kind="prod"), fast=True)
+    add("fast-k4v4-d128-waiting", _attend, *_pair(4, 4, 128), fast=True, waiting=True)
     add("fast-k4v4-d64", _attend, *_pair(4, 4, 64), fast=True)
     add("fast-k4v4-d256", _attend, *_pair(4, 4, 256), fast=True)
     add("fast-k4v4-d128-rows16", _attend, *_pair(4, 4, 128), rows=16, fast=True)

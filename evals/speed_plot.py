@@ -119,10 +119,12 @@ def generate_lines(rows: Rows, figure: str) -> list[Line]:
         if row["kind"] == "decode" and row["status"] == OK and (row["model"], row["batch"]) == (FIGURE_MODEL, 1):
             value = row["ms_per_token"]["p50"] if figure == "ms" else row["held_bytes"] / GIB
             found.setdefault(row["cache"], []).append((row["context"], value))
+    # what is stored alike is drawn once
+    twins = {"static", "k4v4-static", "k3v2-static", *(["dynamic-flash"] if "dynamic" in found else [])}
     return [
         Line(name, sorted(found[name]), color, "o", style)
         for name, (color, style) in CACHE_STYLES.items()
-        if name in found and (figure == "ms" or not name.endswith(("static", "-flash")))
+        if name in found and (figure == "ms" or name not in twins)
     ]
 
 

@@ -54,3 +54,13 @@ def smollm():
     from evals.common import load_model
 
     return load_model(dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> str:
+    """Save a random model of bytes and its tokenizer, and return the directory, which tests only read."""
+    from tests.helpers import save_byte_model
+
+    path = tmp_path_factory.mktemp("model")
+    save_byte_model(path)
+    return str(path)

@@ -18,9 +18,7 @@ from hf_turboquant import PRESETS
 from hf_turboquant import doctor as doctor_module
 from hf_turboquant.cli import app
 from hf_turboquant.doctor import MINIMUM_TRANSFORMERS, SelfCheck, doctor
-from tests.evals.test_longbench import byte_tokenizer, tiny_model
-
-__all__ = ["tiny_model"]
+from tests.helpers import byte_tokenizer
 
 BAD_INPUT = 2
 

@@ -10,9 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_turboquant import TurboQuantCache
 from hf_turboquant.errors import ConfigError
-from tests.evals.test_longbench import tiny_model
-
-__all__ = ["tiny_model"]
 
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 12
 

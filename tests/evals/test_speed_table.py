@@ -224,6 +224,8 @@ def test_bars_of_the_ladder_run_from_slow_to_fast():
 def test_memory_is_drawn_once_for_what_is_stored_alike():
     alike = [*GENERATED, token("dynamic-flash", 15.0), token("k4v4-static", 5.0), token("static", 8.0)]
     assert [line.name for line in speed_plot.generate_lines(alike, "held")] == ["dynamic", "k4v4"]
+    forced = [row for row in alike if row["cache"] != "dynamic"]
+    assert [line.name for line in speed_plot.generate_lines(forced, "held")] == ["dynamic-flash", "k4v4"]
     assert len(speed_plot.generate_lines(alike, "ms")) == 5
     time = speed_plot.generate_lines(GENERATED, "ms")
     assert [(line.name, line.points[0]) for line in time] == [("dynamic", (4096, 18.44)), ("k4v4", (4096, 20.0))]
