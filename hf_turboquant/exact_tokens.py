@@ -52,9 +52,9 @@ class ExactTokens:
 
     def _write_newest(self) -> None:
         """Write the token that waits for the attention of its step, if that did not come."""
-        newest, self._newest = self._newest, None
-        if newest is not None:
-            newest.write()
+        if self._newest is not None:
+            self._newest.write()
+            self._newest = None
 
     def select_exact(self, index: torch.Tensor) -> None:
         """Let row ``i`` of sinks and rings be the old row ``index[i]``, of as many rows."""

@@ -156,7 +156,8 @@ class KVStore(ExactTokens):
         """Add tokens, and return what the queries of these tokens attend to.
 
         A chunk no longer than the window is read from the store itself. A longer one is read exactly: the view then
-        holds the old blocks, and the old window and the chunk as its tail.
+        holds the old blocks, and the old window and the chunk as its tail. A single token is written by the attention
+        of its step: until then, or until the store is read otherwise, its tensors must not change.
 
         Args:
             keys: ``(batch, num_kv_heads, new tokens, head_dim)``.

@@ -139,7 +139,7 @@ def attend(
             table = triton.build_block_table(view.arenas, view.num_blocks, view.block_tokens)
             view.memo["block_table"] = table
         # a token that waits is that of a decode step, and more will follow
-        if form is None or not (view.prepared.is_due(form) or view.waiting is not None):
+        if form is None or not view.prepared.is_due(form, at_once=view.waiting is not None):
             return triton.attend(query, view, options, block_table=table)
         result, step = triton.attend_and_prepare(query, view, options, block_table=table)
         view.prepared.keep(form, step)
@@ -160,7 +160,7 @@ def _form(
         if mask.ndim != 4 or mask.stride(3) != 1:
             return None
         # its length and the strides that go with it change from step to step, as does the length of a window
-        seen = (mask.shape[:3], mask.dtype, mask.device)
+        seen = (mask.shape[:3], mask.stride(1) == 0, mask.stride(2) == 0, mask.dtype, mask.device)
     extra = None if logits is None else (logits.shape, logits.stride(), logits.dtype, logits.device)
     waiting = view.waiting
     form = (query.shape, query.stride(), query.dtype, query.device, None if waiting is None else waiting.strides)

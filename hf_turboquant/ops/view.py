@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -107,7 +108,7 @@ MAX_FORMS = 32
 class PreparedCalls:
     """What a backend has prepared for calls that come again and again, by what those calls have in common.
 
-    Preparing costs more than one call, so that it is for the second call of a form.
+    Preparing costs more than one call, so that it is for the second call of a form, unless more are sure to follow.
     """
 
     def __init__(self) -> None:
@@ -118,13 +119,13 @@ class PreparedCalls:
         """Return what was prepared for a form; None if nothing was."""
         return self._prepared.get(form)
 
-    def is_due(self, form: Hashable) -> bool:
-        """Count a call that found nothing prepared, and say whether it is the second of its form."""
+    def is_due(self, form: Hashable, *, at_once: bool = False) -> bool:
+        """Count a call that found nothing prepared, and say whether to prepare: the second of a form, or the first."""
         if form not in self._calls and len(self._calls) == MAX_FORMS:
             self._calls.clear()
             self._prepared.clear()
         self._calls[form] = count = self._calls.get(form, 0) + 1
-        return count == 2
+        return count == (1 if at_once else 2)
 
     def keep(self, form: Hashable, prepared: Any) -> None:
         """Keep what serves further calls; None if nothing can."""
@@ -135,7 +136,7 @@ class NewToken:
     """The newest token of a layer, which has a slot in the rings and may not be written there yet.
 
     Whoever attends over the token next writes it first: a kernel that is launched anyway, where there is one, which
-    saves a launch in every decode step of a layer.
+    saves a launch in every decode step of a layer. Until then the tensors must not change.
 
     Args:
         keys: ``(batch, num_kv_heads, 1, head_dim)``.
@@ -165,8 +166,10 @@ class NewToken:
     def write(self) -> None:
         """Write the token, if nobody has."""
         if self.states is not None:
-            for ring, state in zip(self._rings, self.states, strict=True):
-                ring[:, :, self.slot] = state[:, :, 0]
+            # tensors made in inference mode can be written in it only
+            with torch.inference_mode() if self._rings[0].is_inference() else nullcontext():
+                for ring, state in zip(self._rings, self.states, strict=True):
+                    ring[:, :, self.slot] = state[:, :, 0]
             self.written()
 
     def written(self) -> None:

@@ -232,6 +232,27 @@ def test_portable_kernel_writes_the_token_first(launches: Launches) -> None:
     assert launches.bound[0] == launches.bound[1]
 
 
+def test_wider_window_is_not_served(launches: Launches) -> None:
+    """A step that was prepared for a narrow window starts at a block too late for a wide one."""
+    view = make_layer()
+    for window in (64, 64, 60):
+        attend(make_query(), view, replace(OPTIONS, sliding_window=window), backend="triton")
+    assert len(launches.started) == 3
+    attend(make_query(), view, replace(OPTIONS, sliding_window=600), backend="triton")
+    assert len(launches.started) == 3
+
+
+def test_expanded_mask_is_another_form(launches: Launches) -> None:
+    """Whether rows share a mask is compiled for."""
+    view = make_layer()
+    mask = torch.ones(1, 8, 1, view.seq_len, dtype=torch.bool)
+    for _ in range(3):
+        attend(make_query(), view, replace(OPTIONS, mask=mask[:, :1].expand(mask.shape)), backend="triton")
+    assert len(launches.started) == 3
+    attend(make_query(), view, replace(OPTIONS, mask=mask), backend="triton")
+    assert len(launches.started) == 3
+
+
 OTHER_CALLS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "heads": lambda query, view: attend(query[:, :4], view, OPTIONS, backend="triton"),
     "scaling": lambda query, view: attend(query, view, AttendOptions(0.5), backend="triton"),
@@ -342,6 +363,17 @@ def test_copy_keeps_the_token() -> None:
     keys = torch.randn(2, 1, 1, 64)
     store.append(keys, keys)
     assert torch.equal(copy.deepcopy(store).tail_keys[:, :, 16], keys[:, :, 0])
+
+
+def test_token_of_inference_mode_survives_it() -> None:
+    """Outside of inference mode its tensors may only be read, and the token that waits must not be lost."""
+    with torch.inference_mode():
+        store = make_store()
+        add(store, 20)
+        keys = torch.randn(2, 1, 1, 64)
+        store.append(keys, keys)
+    for _ in range(2):
+        assert torch.equal(store.tail_keys[:, :, 16], keys[:, :, 0])
 
 
 def test_old_view_does_not_write_again() -> None:

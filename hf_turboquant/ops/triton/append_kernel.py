@@ -33,7 +33,7 @@ def _copy_tokens(
     tl.store(ring + places[:, None] * ring_stride_token + channels[None, :], vectors, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "slot"])
+@triton.jit(do_not_specialize=["num_tokens", "slot", "slots"])
 def append_kernel(
     keys_ptr, values_ptr, tail_keys_ptr, tail_values_ptr,
     num_tokens, slot, slots, num_heads,

@@ -23,7 +23,7 @@ from hf_turboquant.ops.triton.fast_plan import MAX_SPLITS, FastPlan, combine_lau
 from hf_turboquant.ops.triton.fast_query import quantize_query_kernel
 from hf_turboquant.ops.triton.launch import device_limits, device_of
 from hf_turboquant.ops.triton.replay import Launcher, Recorder, as_is
-from hf_turboquant.ops.triton.steps import STEP_NUMBERS, Step, fresh_tensors, step_numbers
+from hf_turboquant.ops.triton.steps import STEP_NUMBERS, Numbers, Step, fresh_tensors, step_numbers
 from hf_turboquant.ops.triton.traits import MaskTraits, VectorTraits, next_power_of_2, traits_of
 from hf_turboquant.ops.view import AttendOptions, KVView, VectorCodec
 
@@ -176,21 +176,27 @@ def fast_attend_and_prepare(
     if logits is not None and not logits.is_contiguous():
         # the kernel reads a copy, which is made anew for every call
         return fast_attend(query, view, options, block_table=block_table), None
-    plan = plan_of(query, view, _window_of(query, view, options)[0])
+    first_block, _ = _window_of(query, view, options)
+    plan = plan_of(query, view, first_block)
     out, scratch = allocate(query, view, plan)
     recorder = Recorder(fresh_tensors(query, out, scratch, options, view.waiting), (*STEP_NUMBERS, "first_seen"))
     _attend(query, view, options, block_table, None, plan, out, scratch, recorder)
     replay = recorder.replay()
-    return out, None if replay is None else Step(replay, out.shape, scratch.numel(), _numbers)
+    return out, None if replay is None else Step(replay, out.shape, scratch.numel(), _numbers_from(first_block))
 
 
-def _numbers(query: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[int, ...] | None:
-    """Return the numbers of a step; None when not all queries are in the tail, which :func:`supports` refuses.
+def _numbers_from(recorded_block: int) -> Numbers:
+    """Return what finds the numbers of later calls, which all start at one block.
 
-    The first block stays that of the first step: blocks that have left a window since are read and hidden.
+    Blocks that left a window since are read and hidden. None for older ones, and for queries not all in the tail.
     """
-    numbers = step_numbers(view, options) if view.tail_len >= query.shape[2] else None
-    return None if numbers is None else (*numbers, _window_of(query, view, options)[1])
+
+    def numbers(query: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[int, ...] | None:
+        found = step_numbers(view, options) if view.tail_len >= query.shape[2] else None
+        first_block, first_seen = _window_of(query, view, options)
+        return None if found is None or first_block < recorded_block else (*found, first_seen)
+
+    return numbers
 
 
 def mask_traits(query: torch.Tensor, view: KVView, options: AttendOptions, strides: tuple[int, ...]) -> MaskTraits:

@@ -327,8 +327,7 @@ def fast_attend_kernel(
     else:
         if OVERLAP:
             # the launch before this one may have written the newest token
-            if pid_split == gl.num_programs(1) - 1:
-                wait_for_previous()
+            wait_for_previous()
         batch = batch_head // num_heads
         head = batch_head % num_heads
         tiles = (num_sinks + EXACT_TOKENS - 1) // EXACT_TOKENS + (tail_len + EXACT_TOKENS - 1) // EXACT_TOKENS

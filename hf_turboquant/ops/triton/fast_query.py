@@ -42,7 +42,7 @@ def _copy_channels(states_ptr, ring_ptr, START, COLUMNS: tl.constexpr):
     tl.store(ring_ptr + channels, tl.load(states_ptr + channels))
 
 
-@triton.jit(do_not_specialize=["tail_start", "tail_len"])
+@triton.jit(do_not_specialize=["tail_start", "tail_len", "tail_slots"])
 def quantize_query_kernel(
     query_ptr, order_ptr, matrix_ptr, query8_ptr, query16_ptr, query_scale_ptr,
     stride_batch, stride_head, stride_row, num_heads, group_size, q_len, scaling, unit0, unit1, largest,
