@@ -100,8 +100,7 @@ class KVStore(ExactTokens):
     @property
     def seq_len(self) -> int:
         """Tokens held."""
-        packed = self.num_blocks * BLOCK_TOKENS if self.block_tokens is None else sum(self.block_tokens)
-        return self.sink_keys.shape[-2] + packed + self.tail_len
+        return self.sink_keys.shape[-2] + self.packed_tokens + self.tail_len
 
     @property
     def capacity_blocks(self) -> int:

@@ -343,8 +343,3 @@ class AttendOptions:
     sliding_window: int | None = None
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is neither mask, nor window, nor softcap."""
-        return self.mask is None and self.sliding_window is None and self.softcap is None
